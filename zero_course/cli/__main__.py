@@ -1,0 +1,5 @@
+"""``python -m zero_course.cli``."""
+
+from . import app
+
+app(prog_name="zero-course")
