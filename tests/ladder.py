@@ -139,8 +139,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(FEATURES, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unsqueeze(0)
-        return self.out(self.attention(x, x, x, need_weights=False)[0]).squeeze(0)
+        x = torch.stack([x, x.flip(-1)], dim=1)  # (rows, 2, FEATURES): each row is a sequence of its own
+        return self.out(self.attention(x, x, x, need_weights=False)[0]).flatten(1)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

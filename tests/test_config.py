@@ -284,6 +284,7 @@ def test_a_whole_number_may_be_written_as_a_float(written, read):
         ("fp16.loss_scale", -1, "must be a finite number >= 0, got -1"),
         ("fp16.loss_scale", math.inf, "must be a finite number >= 0, got Infinity"),
         ("fp16.loss_scale", math.nan, "must be a finite number >= 0, got NaN"),
+        ("fp16.hysteresis", -math.inf, "must be a whole number, got -Infinity"),
         ("fp16", True, "must be an object in braces, {...}, got true"),
         ("optimizer", "AdamW", 'must be an object {"type": ..., "params": {...}}, got "AdamW"'),
         ("optimizer.type", 3, "must be one of Adam, AdamW, SGD, got 3"),
@@ -336,6 +337,11 @@ def test_clipping_may_be_off():
 )
 def test_a_misspelt_key_is_an_error_with_its_path_and_the_nearest(path, hint):
     assert only_problem(nested(path, 1)) == f"{path}: unknown key{hint}"
+
+
+def test_a_misspelt_batch_size_is_not_reported_as_a_missing_one_too():
+    assert "did you mean 'train_micro_batch_size_per_gpu'?" in only_problem({"train_micro_batch_size": 4})
+    assert len(problems({"seeed": 4})) == 2
 
 
 def one_letter_wrong(word):
@@ -605,6 +611,7 @@ def optimizer(kind, **params):
         (optimizer("AdamW", torch_adam=True), torch.optim.AdamW, {"weight_decay": 0.01}),
         (optimizer("Adam", torch_adam=True), torch.optim.AdamW, {"weight_decay": 0.01}),
         (optimizer("Adam", torch_adam=True, adam_w_mode=False), torch.optim.Adam, {}),
+        (optimizer("AdamW", torch_adam=True, adam_w_mode=False), torch.optim.AdamW, {"weight_decay": 0.01}),
         (optimizer("AdamW", torch_adam=True, weight_decay=0), torch.optim.AdamW, {"weight_decay": 0.0}),
         (optimizer("AdamW", lr=3e-4, eps=1e-6), torch.optim.AdamW, {"lr": 3e-4, "eps": 1e-6}),
         (optimizer("AdamW", betas=[0.8, 0.95]), torch.optim.AdamW, {"betas": (0.8, 0.95)}),
@@ -664,9 +671,10 @@ def test_torch_adam_takes_torchs_default_decay_and_says_so():
         (optimizer("AdamW", betas=0.9), "optimizer.params.betas: must be two numbers in [0, 1)"),
         (optimizer("AdamW", bias_correction=False), "optimizer.params.bias_correction = false: known to DeepSpeed"),
         (optimizer("Adam", fp32_optimizer_states=False), "optimizer.params.fp32_optimizer_states = false: known"),
-        (optimizer("AdamW", momentum=0.9), "optimizer.params.momentum: unknown key; momentum is a parameter of another"),
+        (optimizer("AdamW", momentum=0.9), "optimizer.params.momentum: unknown key; momentum is a parameter of"),
         (optimizer("AdamW", wieght_decay=1), "optimizer.params.wieght_decay: unknown key, did you mean 'weight_decay'"),
         (optimizer("AdamW", max_grad_norm=1), "optimizer.params.max_grad_norm: unknown key; write the top-level key"),
+        (optimizer("SGD", dampening=-math.inf), "optimizer.params.dampening: must be a finite number, got -Infinity"),
         (optimizer("SGD", nesterov=True), "optimizer.params: nesterov needs momentum > 0 and dampening 0"),
         (optimizer("SGD", momentm=0.9), "optimizer.params.momentm: unknown key, did you mean 'momentum'?"),
     ],

@@ -88,7 +88,7 @@ class Schedule:
                 f"the saved schedule has {len(base_lrs)} parameter groups, this optimizer has "
                 f"{len(self.base_lrs)}; build the optimizer with the groups it was saved with"
             )
-        pass
+        self.base_lrs = list(base_lrs)
         self.last_batch_iteration = state["last_batch_iteration"]
         self._write()
 

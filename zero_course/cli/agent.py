@@ -53,7 +53,10 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
         return end.exit_code()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     try:
-        arguments = torchrun.parse_args(job.torchrun_arguments())
+        arguments = torchrun.parse_args([*job.torchrun_options(), "--", job.script])
+        arguments.training_script_args = (
+            job.arguments
+        )  # not parsed: torchrun would take --sig for its own option
         if hasattr(
             arguments, "signals_to_handle"
         ):  # SIGINT and SIGHUP too shall reach the ranks as SIGTERM: no traces

@@ -52,8 +52,8 @@ class Job:
     module: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
-    def torchrun_arguments(self) -> list[str]:
-        """What follows ``python -m torch.distributed.run``."""
+    def torchrun_options(self) -> list[str]:
+        """What stands between ``python -m torch.distributed.run`` and the script."""
         if self.master_port is None and self.nodes == 1:
             # The agent's own store on a port that the kernel chooses: two launches can never clash.
             meeting = ["--standalone", "--local-addr", "127.0.0.1"]
@@ -64,7 +64,7 @@ class Job:
                 *("--master-port", str(self.master_port or DEFAULT_PORT)),
             ]
         options = ["--nproc-per-node", str(self.ranks), "--max-restarts", str(self.max_restarts)]
-        return [*meeting, *options, *(["--module"] if self.module else []), self.script, *self.arguments]
+        return [*meeting, *options, *(["--module"] if self.module else [])]
 
     def launch_arguments(self) -> list[str]:
         """What follows ``zero-course launch`` when this part of the job is started by hand on its host."""
@@ -194,8 +194,8 @@ def launch(
         job = _on_this_host(job, num_nodes, num_gpus, node_rank, include, exclude)
         if dry_run:
             variables = [f"{name}={value}" for name, value in job.environment.items()]
-            command = [*variables, sys.executable, "-m", "torch.distributed.run", *job.torchrun_arguments()]
-            typer.echo(shlex.join(command))
+            torchrun = [*variables, sys.executable, "-m", "torch.distributed.run", *job.torchrun_options()]
+            typer.echo(shlex.join([*torchrun, "--", script, *job.arguments]))
             return
         _check_script(job)
     except LaunchError as error:
