@@ -24,7 +24,7 @@ from .comm import Communicator, Work
 from .flat import Bucket, BufferPool, Piece, Slot, make_buckets
 from .memory import live_bytes_by_class
 
-DEFAULT_BUCKET = 2**22  # elements; 16 MiB in fp32
+DEFAULT_BUCKET = 2**20  # elements; 4 MiB in fp32
 
 
 class DataParallel(nn.Module):

@@ -40,8 +40,9 @@ class Watchdog:
         self.recent: deque[tuple[int, str, str]] = deque(maxlen=REMEMBER)
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        threading.Thread(target=_publish_loop, args=(weakref.ref(self), self._stop), daemon=True).start()
-        atexit.register(self._stop.set)
+        thread = threading.Thread(target=_publish_loop, args=(weakref.ref(self), self._stop), daemon=True)
+        thread.start()
+        atexit.register(_end, self._stop, thread)
 
     def note(self, number: int, fingerprint: str, site: str) -> None:
         """Remember that collective ``number`` was posted here as ``fingerprint``, from ``site``."""
@@ -109,6 +110,12 @@ class Watchdog:
         if any(other_number == number for other_number, _, _ in notes["recent"]):
             return ""
         return None
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    """At exit: a thread that is still in the store when the interpreter goes would abort the process."""
+    stop.set()
+    thread.join(timeout=5.0)
 
 
 def _publish_loop(watchdog_ref: weakref.ref[Watchdog], stop: threading.Event) -> None:

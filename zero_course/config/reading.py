@@ -156,7 +156,7 @@ def resolve_auto(
     # By path, so that the optimizer's rate is there when the scheduler asks for it.
     for path, section, key in sorted(_autos(raw, ""), key=lambda found: found[0]):
         del section[key]
-        value = values.get(path)
+        value = values.get(path, values.get(key))
         if value is None and path == "scheduler.params.warmup_min_lr":
             value = 0.0
         if value is None and path == "scheduler.params.warmup_max_lr":
