@@ -17,17 +17,18 @@ FEATURES = 6
 
 
 class Plain(nn.Module):
-    """Odd sizes that no number of ranks divides, and parameters of one and of no element."""
+    """Odd sizes that no number of ranks divides, and parameters of one element, of no element, of no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(FEATURES, 13)
         self.outer = nn.Linear(13, 5)
         self.scale = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.tensor(0.5))
         self.nothing = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(torch.tanh(self.inner(x))) * self.scale + self.nothing.sum()
+        return self.outer(torch.tanh(self.inner(x))) * self.scale + self.shift + self.nothing.sum()
 
 
 class Tied(nn.Module):
@@ -82,7 +83,9 @@ class Recomputed(nn.Module):
         super().__init__()
         self.use_reentrant = use_reentrant
         self.embed = nn.Linear(FEATURES, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 17), nn.GELU(), nn.Linear(17, 10)) for _ in "ab")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 17), nn.GELU(), nn.Linear(17, 10)) for _ in "ab"
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -131,11 +134,14 @@ class LowPrecision(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's own attention, whose forward reads its child's weight without calling the child."""
+    """torch's own attention, whose forward reads its child's weight without calling the child.
+
+    Without biases: the gradient of the keys' bias is zero but for rounding, which Adam would blow up.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(FEATURES, 2, bias=False, batch_first=True)
         self.out = nn.Linear(FEATURES, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +180,15 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(
-    model: Any, optimizer: Any, *, rank: int, world: int, steps: int, rows: int = 4, micro: int = 1, clip: float = 0
+    model: Any,
+    optimizer: Any,
+    *,
+    rank: int,
+    world: int,
+    steps: int,
+    rows: int = 4,
+    micro: int = 1,
+    clip: float = 0,
 ) -> list[float]:
     """Train on this rank's rows of each joined batch of world * rows rows; losses of this rank."""
     losses = []
@@ -197,7 +211,14 @@ def train(
 
 
 def reference(
-    name: str, optimizer_class: Any, args: dict[str, Any], *, world: int, steps: int, groups: bool = False, **how: Any
+    name: str,
+    optimizer_class: Any,
+    args: dict[str, Any],
+    *,
+    world: int,
+    steps: int,
+    groups: bool = False,
+    **how: Any,
 ) -> dict[str, torch.Tensor]:
     """The state dict after single-process training on the joined batches."""
     model = build(name)
@@ -208,7 +229,14 @@ def reference(
 
 
 def wrapped(
-    stage: int, name: str, optimizer_class: Any, args: dict[str, Any], *, steps: int, groups: bool = False, **how: Any
+    stage: int,
+    name: str,
+    optimizer_class: Any,
+    args: dict[str, Any],
+    *,
+    steps: int,
+    groups: bool = False,
+    **how: Any,
 ) -> dict[str, torch.Tensor]:
     """The same, on the ranks that call it, under one rung."""
     rung_args = {"reduce_bucket_size": 40, **args}

@@ -21,7 +21,9 @@ def assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     low_precision = any(value.dtype == torch.bfloat16 for value in expected.values())
     tolerance = BFLOAT16_TOLERANCE if low_precision else TOLERANCE
     for key, value in expected.items():
-        torch.testing.assert_close(ours[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            ours[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -34,7 +36,9 @@ def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rung_trains_as_one_process_and_as_the_others(name: str, world: int) -> None:
     expected = reference(name, *ADAMW, world=world, steps=STEPS)
-    by_stage = {stage: run_ranks(world, partial(wrapped, stage, name, *ADAMW, steps=STEPS)) for stage in range(4)}
+    by_stage = {
+        stage: run_ranks(world, partial(wrapped, stage, name, *ADAMW, steps=STEPS)) for stage in range(4)
+    }
     for results in by_stage.values():
         for state in results[1:]:
             assert_equal(state, results[0])

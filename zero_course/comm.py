@@ -368,6 +368,7 @@ class Communicator:
         yield handles
 
     def _broadcast(self, tensor: torch.Tensor, call: _Call, src: int) -> Iterator[list[Any]]:
+        tensor = tensor.view(-1)
         if self.transport == "native":
             call.entry.wire_bytes = _bytes(tensor) * (self.world_size - 1) // self.world_size
             yield [dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)]

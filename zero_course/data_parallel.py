@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from .comm import Communicator, Work
@@ -42,8 +43,8 @@ class DataParallel(nn.Module):
         comm: the ranks to average over; by default the whole job.
         reduce_bucket_size: elements in a bucket of gradients.
         overlap_comm: reduce buckets while backward goes on. Otherwise each is waited for.
-        broadcast_buffers: before a forward, copy buffers that have changed (batch-norm statistics) from
-            rank 0.
+        broadcast_buffers: before a forward in training, copy from rank 0 the buffers that forward
+            changes (batch-norm statistics).
         **optimizer_args: passed to ``optimizer_class``: lr, betas, weight_decay, ...
 
     Raises:
@@ -231,6 +232,10 @@ class DataParallel(nn.Module):
         finally:
             self._sync = before
 
+    def synchronize_gradients(self) -> None:
+        """Average what :meth:`no_sync` accumulated, when there is no further backward that would."""
+        self._end_backward()
+
     # -- the step --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -266,17 +271,25 @@ class DataParallel(nn.Module):
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.comm.device)
         return self._sum_over_ranks(total.view(1)).sqrt().item()
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Args:
+            max_norm: the greatest norm allowed.
+            norm: what :meth:`grad_norm` returned, where it is known already.
 
         Returns:
             The norm before clipping.
         """
-        norm = self.grad_norm()
+        norm = self.grad_norm() if norm is None else norm
         if norm > max_norm:
-            for gradient in self._owned_gradients():
-                gradient.mul_(max_norm / (norm + 1e-6))
+            self.scale_gradients(max_norm / (norm + 1e-6))
         return norm
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the averaged gradients of the whole model by ``factor``."""
+        for gradient in self._owned_gradients():
+            gradient.mul_(factor)
 
     # -- what is where ---------------------------------------------------------------------------------------
 
@@ -288,14 +301,24 @@ class DataParallel(nn.Module):
                 whole.append((Piece(slot, 0, slot.numel, slot.offset), slot.param.data.view(-1)))
         return whole
 
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters in each of the optimizer's groups, the same on every rank."""
+        return [[self._names[param] for param in group["params"]] for group in self._groups]
+
+    def release_prefetched(self) -> None:
+        """Let go of parameters gathered ahead of use, before values are written: here there are none."""
+
+    def _parameter_tensors(self) -> list[torch.Tensor]:
+        return [param.data for param in self._names]
+
     def _tensors(self) -> dict[str, list[torch.Tensor]]:
         """Every tensor that the rung keeps, by class."""
         moments = []
         for state in self.optimizer.state.values() if self.optimizer else ():
             # torch keeps Adam's step counter as a tensor of one element; it is no moment
-            moments += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+            moments += [v for key, v in state.items() if isinstance(v, torch.Tensor) and key != "step"]
         return {
-            "parameters": [param.data for param in self._names],
+            "parameters": self._parameter_tensors(),
             "gradients": list(self._gradients.values()),
             "optimizer": moments,
             "communication_buffers": self.pool.buffers + self.comm.pool.buffers,
@@ -366,13 +389,20 @@ class DataParallel(nn.Module):
         self._buffer_versions = [buffer._version for buffer in self.module.buffers()]
 
     def _synchronize_buffers(self) -> None:
-        """Copy from rank 0 the buffers that have been written to, on every rank alike, since the last time."""
-        buffers = list(self.module.buffers())
-        if self._buffer_versions != [buffer._version for buffer in buffers]:
-            for buffer, version in zip(buffers, self._buffer_versions, strict=True):
-                if buffer._version != version:
-                    self.comm.broadcast(buffer, 0, purpose="buffers")
-            self._buffer_versions = [buffer._version for buffer in buffers]
+        """Copy from rank 0 the buffers that forward writes to, the same ones on every rank."""
+        versions = [buffer._version for buffer in self.module.buffers()]
+        written = {
+            b
+            for b, new, old in zip(self.module.buffers(), versions, self._buffer_versions, strict=True)
+            if new != old
+        }
+        for module in self.module.modules():
+            if isinstance(module, _NormBase) and module.training:  # writes without counting the version up
+                written.update(module.buffers(recurse=False))
+        for buffer in self.module.buffers():
+            if buffer in written:
+                self.comm.broadcast(buffer, 0, purpose="buffers")
+        self._buffer_versions = [buffer._version for buffer in self.module.buffers()]
 
 
 def _describe(param: tuple[Any, ...] | None) -> str:
@@ -391,7 +421,9 @@ def _param_groups(module: nn.Module, params: Iterable[Any] | None) -> list[dict[
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         for param in members:
             if param not in own:
-                raise ValueError(f"params holds a tensor of shape {tuple(param.shape)} that is not the module's")
+                raise ValueError(
+                    f"params holds a tensor of shape {tuple(param.shape)} that is not the module's"
+                )
             if param in seen:
                 raise ValueError(f"params holds the tensor of shape {tuple(param.shape)} twice")
             seen.add(param)

@@ -57,6 +57,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return self.shape.numel()
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,7 @@ class Piece:
 
     @property
     def name(self) -> str:
+        """Name of the parameter, as in the module."""
         return self.slot.name
 
     def view(self, shard: torch.Tensor) -> torch.Tensor:

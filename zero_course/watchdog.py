@@ -40,6 +40,7 @@ class Watchdog:
         self.recent: deque[tuple[int, str, str]] = deque(maxlen=REMEMBER)
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self.publish()
         thread = threading.Thread(target=_publish_loop, args=(weakref.ref(self), self._stop), daemon=True)
         thread.start()
         atexit.register(_end, self._stop, thread)

@@ -46,7 +46,11 @@ class PartitionedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -57,7 +61,7 @@ class PartitionedParameter(nn.Parameter):
             return _initialise(func, params, args, kwargs or {})
         what = ", ".join(map(repr, params)) or "a partitioned parameter"
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} on {what}: its values are partitioned over the ranks. Gather it "
+            f"{_name(func)} on {what}: its values are partitioned over the ranks. Gather it "
             "first: `with zero_course.zero.GatheredParameters(param): ...` (a forward through the wrapped model "
             "gathers by itself; a parent that reads its child's weight wants leaf_modules=[type(parent)])"
         )
@@ -85,14 +89,16 @@ class ShardedBucket(Bucket):
         users: how many acquired it and have not released it.
     """
 
-    def __init__(self, params: Iterable[tuple[str, nn.Parameter]], comm: Communicator, pool: BufferPool) -> None:
+    def __init__(
+        self, params: Iterable[tuple[str, nn.Parameter]], comm: Communicator, pool: BufferPool
+    ) -> None:
         super().__init__(params, comm.world_size)
         self.comm, self.pool = comm, pool
         self.gathered: torch.Tensor | None = None
         self.users = 0
         self._work: Work | None = None
         self.shard_values = self.empty(self.padded // self.world_size)
-        self._placeholder = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
+        self._placeholder = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         for piece in self.pieces(comm.rank):
             whole = piece.slot.param.data.reshape(-1)
             piece.view(self.shard_values).copy_(whole[piece.start : piece.stop])
@@ -259,8 +265,17 @@ def partition(
     return [ShardedBucket(members, comm, pool) for members in kinds.values()]
 
 
+def _name(func: Callable[..., Any]) -> str:
+    """How the user would call it: for an attribute, torch hands over the attribute's own __get__."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name
+
+
 def _initialise(
-    func: Callable[..., Any], params: list[PartitionedParameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    params: list[PartitionedParameter],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run an initialiser on gathered parameters and keep what rank 0 made of them."""
     addresses = set()
@@ -270,7 +285,7 @@ def _initialise(
         is_view = isinstance(result, torch.Tensor) and not any(result is param for param in params)
         if is_view and result.untyped_storage().data_ptr() in addresses:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} would return a view of a partitioned parameter, which is "
+                f"{_name(func)} would return a view of a partitioned parameter, which is "
                 "gone a moment later. Initialise the parameter itself (torch.nn.init.normal_(param)), or use "
                 "zero.GatheredParameters(param, modifier_rank=0)"
             )

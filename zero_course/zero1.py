@@ -12,6 +12,7 @@ Traffic per rank and step: (N-1)/N · P elements of gradients + (N-1)/N · P of 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,20 +52,27 @@ class Zero1(DataParallel):
         """This rank's slice (padded / N,) of the bucket's gradients."""
         return bucket.shard(self._gradients[bucket], self.comm.rank)
 
+    @cached_property
+    def _pieces(self) -> list[tuple[Piece, nn.Parameter, Bucket]]:
+        """This rank's pieces, each with its values (stop - start,) as the optimizer sees them."""
+        return [
+            (piece, nn.Parameter(piece.view(self._param_shard(bucket))), bucket)
+            for bucket in self.buckets
+            for piece in bucket.pieces(self.comm.rank)
+        ]
+
     def _optimizer_groups(self) -> list[dict[str, Any]]:
         """The same groups, with this rank's pieces in place of the parameters."""
-        self._pieces: list[tuple[Piece, nn.Parameter, Bucket]] = []
         of_param: dict[nn.Parameter, list[nn.Parameter]] = {}
-        for bucket in self.buckets:
-            for piece in bucket.pieces(self.comm.rank):
-                values = nn.Parameter(piece.view(self._param_shard(bucket)))
-                self._pieces.append((piece, values, bucket))
-                of_param.setdefault(piece.slot.param, []).append(values)
+        for piece, values, _ in self._pieces:
+            of_param.setdefault(piece.slot.param, []).append(values)
         groups = []
         for group in self._groups:
             owned = [values for param in group["params"] for values in of_param.get(param, [])]
             # torch refuses an optimizer without parameters, which a rank of a tiny model may be
-            groups.append({**group, "params": owned or [nn.Parameter(torch.empty(0, device=self.comm.device))]})
+            groups.append(
+                {**group, "params": owned or [nn.Parameter(torch.empty(0, device=self.comm.device))]}
+            )
         return groups
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
@@ -104,6 +112,7 @@ class Zero1(DataParallel):
             work.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`DataParallel.zero_grad`, for this rank's pieces too."""
         super().zero_grad(set_to_none)
         self._reduced_before = False
         for _, values, _ in self._pieces if self.optimizer else ():
@@ -117,12 +126,11 @@ class Zero1(DataParallel):
         return value
 
     def owned_pieces(self) -> list[tuple[Piece, torch.Tensor]]:
+        """What this rank's optimizer updates: (piece, its values (stop - start,)), a part of each parameter."""
         return [(piece, values) for piece, values, _ in self._pieces]
 
-    def _tensors(self) -> dict[str, list[torch.Tensor]]:
-        tensors = super()._tensors()
-        tensors["parameters"] += self._flat_params.values()
-        return tensors
+    def _parameter_tensors(self) -> list[torch.Tensor]:
+        return [*super()._parameter_tensors(), *self._flat_params.values()]
 
     def predicted_memory(self, moments: int = 2) -> dict[str, int]:
         """As in :meth:`DataParallel.predicted_memory`: parameters are padded, moments are this rank's own."""
@@ -132,6 +140,9 @@ class Zero1(DataParallel):
         return {**predicted, "parameters": predicted["parameters"] + padding, "optimizer": moments * owned}
 
     def predicted_traffic(self) -> dict[str, int]:
+        """As :meth:`DataParallel.predicted_traffic`: half of it for gradients, half for parameters."""
         others = self.comm.world_size - 1
-        half = sum(others * bucket.padded // bucket.world_size * bucket.dtype.itemsize for bucket in self.buckets)
+        half = sum(
+            others * bucket.padded // bucket.world_size * bucket.dtype.itemsize for bucket in self.buckets
+        )
         return {"gradients": half, "control": self._flags_traffic(), "parameters": half}

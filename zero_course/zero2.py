@@ -81,6 +81,7 @@ class Zero2(Zero1):
         self._publish_to_optimizer(used)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As :meth:`Zero1.zero_grad`; the next micro-batch overwrites the shards."""
         super().zero_grad(set_to_none)
         self._accumulated.clear()
 

@@ -187,6 +187,10 @@ class Zero3(Zero2):
                 bucket.drop()
                 self.gathered_elements -= bucket.padded
 
+    def release_prefetched(self) -> None:
+        """Let go of parameters gathered ahead of use: they would be out of date once values are written."""
+        self._drop_unused()
+
     # -- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +282,9 @@ class Zero3(Zero2):
 
     # -- what is where ---------------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, list[torch.Tensor]]:
-        tensors = super()._tensors()
+    def _parameter_tensors(self) -> list[torch.Tensor]:
         whole = [param.data for param in self._names if bucket_of(param) is None]
-        shards = [bucket.shard_values for bucket in self.sharded]
-        return {**tensors, "parameters": whole + list(self._flat_params.values()) + shards}
+        return [*whole, *self._flat_params.values(), *(bucket.shard_values for bucket in self.sharded)]
 
     def predicted_memory(self, moments: int = 2) -> dict[str, int]:
         """As in :meth:`Zero2.predicted_memory`, with this rank's slices of the partitioned parameters."""
@@ -329,7 +331,9 @@ class Zero3(Zero2):
             for key, tensor in own.items():
                 bucket = bucket_of(tensor)
                 if tuple(state[key].shape) != tuple(tensor.shape):
-                    raise ValueError(f"{key}: shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}")
+                    raise ValueError(
+                        f"{key}: shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}"
+                    )
                 if bucket is None:
                     tensor.copy_(state[key])
                     continue

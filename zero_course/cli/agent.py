@@ -21,6 +21,11 @@ from .launch import Job, describe, say
 
 GRACE = 15.0  # seconds that ranks have to end after SIGTERM
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Run as each rank: have the kernel kill it when the launcher dies (PR_SET_PDEATHSIG = 1), then become the script.
+TIED = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 
 def run(job: Job, *, lifeline: bool = False) -> int:
@@ -51,7 +56,9 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     except _Interrupted:
         return end.exit_code()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):  # what it would say is said by _report, but for restarts
+            logging.getLogger(name).setLevel(logging.ERROR if job.max_restarts else logging.CRITICAL)
     try:
         arguments = torchrun.parse_args([*job.torchrun_options(), "--", job.script])
         arguments.training_script_args = (
@@ -65,9 +72,7 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
             arguments.shutdown_timeout = int(GRACE) - 5
         torchrun.run(arguments)
     except ChildFailedError as error:
-        if end.signal is not None:
-            return end.exit_code()
-        return _report(error)
+        return end.exit_code() if end.signal is not None else _report(error, job.ranks)
     except (SignalException, _Interrupted):
         say(f"{signal.Signals(end.signal or signal.SIGTERM).name}: all ranks ended")
         return end.exit_code()
@@ -79,18 +84,41 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
     return 0
 
 
-def _report(error: Any) -> int:
+def _tie_to_this_process(arguments: Any) -> None:
+    """Have ranks die with this process even if it is killed outright (kill -9, out of memory)."""
+    script = [sys.executable, "-u", *(["-m"] if arguments.module else []), arguments.training_script]
+    arguments.training_script_args = [
+        "-ISc",
+        TIED,
+        str(os.getpid()),
+        *script,
+        *arguments.training_script_args,
+    ]
+    arguments.training_script, arguments.no_python, arguments.module = sys.executable, True, False
+
+
+def _report(error: Any, ranks: int) -> int:
     """Say which rank failed first and how; return its exit code."""
-    first, _ = error.get_first_failure()
-    for rank, failure in sorted(error.failures.items(), key=lambda item: (item[0] != first, item[0])):
+    ended = -signal.SIGTERM  # what becomes of the others when one fails: not failures of their own
+    failures = error.failures
+    # Times are whole seconds. Within one, a rank that was killed is the cause and one that raised the consequence.
+    order = sorted(failures, key=lambda rank: (failures[rank].timestamp, failures[rank].exitcode == ended,
+                                               failures[rank].exitcode >= 0, rank))  # fmt: skip
+    for rank in order:
+        failure = failures[rank]
         if failure.exitcode >= 0:
             how = f"exit code {failure.exitcode}"
         else:
             name = signal.Signals(-failure.exitcode).name
             how = f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        text = f"rank {rank} failed: {how} (local rank {failure.local_rank}, pid {failure.pid}, {socket.gethostname()})"
-        say(text + ("; the other ranks were ended" if rank == first and len(error.failures) == 1 else ""))
-    code = error.failures[first].exitcode
+        if rank == order[0] or failure.exitcode != ended:
+            say(
+                f"rank {rank} failed: {how} (local rank {failure.local_rank}, pid {failure.pid}, "
+                f"{socket.gethostname()})"
+            )
+    if ranks > 1:
+        say("the other ranks were ended")
+    code = failures[order[0]].exitcode
     return code if code >= 0 else 128 - code
 
 

@@ -36,7 +36,9 @@ class Job:
         ranks: processes on this host.
         nodes, node_rank: hosts in the job, and which of them this is.
         master_addr, master_port: where ranks meet; a free port of this host if the port is None.
-        max_restarts: how often all ranks are started anew after a failure.
+        local_addr: this host's address as the others see it.
+        max_restarts: how often all ranks are started anew after a failure. With several hosts, ranks then follow
+            the hosts' addresses rather than their node ranks.
         module: run the script as ``python -m``.
         environment: variables to set for the ranks.
     """
@@ -48,20 +50,28 @@ class Job:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    local_addr: str | None = None
     max_restarts: int = 0
     module: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
     def torchrun_options(self) -> list[str]:
         """What stands between ``python -m torch.distributed.run`` and the script."""
-        if self.master_port is None and self.nodes == 1:
+        place = self.master_addr or "127.0.0.1"
+        if self.nodes == 1 and self.master_port is None:
             # The agent's own store on a port that the kernel chooses: two launches can never clash.
             meeting = ["--standalone", "--local-addr", "127.0.0.1"]
+        elif self.max_restarts:
+            # Hosts that restart together must find each other again, which a static rendezvous cannot.
+            meeting = [
+                *("--nnodes", str(self.nodes), "--rdzv-backend", "c10d", "--rdzv-id", "zero_course"),
+                *("--rdzv-endpoint", f"{place}:{self.master_port or DEFAULT_PORT}"),
+                *("--rdzv-conf", f"is_host={self.node_rank == 0}", "--local-addr", self.local_addr or place),
+            ]
         else:
             meeting = [
                 *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank)),
-                *("--master-addr", self.master_addr or "127.0.0.1"),
-                *("--master-port", str(self.master_port or DEFAULT_PORT)),
+                *("--master-addr", place, "--master-port", str(self.master_port or DEFAULT_PORT)),
             ]
         options = ["--nproc-per-node", str(self.ranks), "--max-restarts", str(self.max_restarts)]
         return [*meeting, *options, *(["--module"] if self.module else [])]
@@ -198,12 +208,14 @@ def launch(
             typer.echo(shlex.join([*torchrun, "--", script, *job.arguments]))
             return
         _check_script(job)
+        from . import agent
+
+        raise typer.Exit(agent.run(job, lifeline=lifeline))
     except LaunchError as error:
         say(f"error: {error}")
         raise typer.Exit(2) from None
-    from . import agent
-
-    raise typer.Exit(agent.run(job, lifeline=lifeline))
+    except KeyboardInterrupt:  # before there were ranks; from then on it is the agent's
+        raise typer.Exit(130) from None
 
 
 def _on_this_host(
@@ -221,8 +233,13 @@ def _on_this_host(
         raise LaunchError(
             f"--node_rank {node_rank} is not below --num_nodes {nodes}; ranks of hosts begin at 0"
         )
+    # While it waits for the other hosts torch would answer a Ctrl-C with a trace of C++ frames. It reads this once.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
+    os.environ.update(quiet)
     import torch
 
+    for name in quiet:
+        del os.environ[name]  # the ranks shall speak
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = num_gpus or gpus or DEFAULT_CPU_RANKS
     environment = {}
@@ -242,11 +259,23 @@ def _on_this_host(
         )
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = "1"
-    if nodes > 1 and not gpus and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_towards(str(job.master_addr))
-        if interface:  # otherwise gloo takes what the host's name resolves to, which may be 127.0.1.1
+    own_address = None
+    if nodes > 1:
+        own_address, interface = route_to(str(job.master_addr))
+        if interface and not gpus and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # Otherwise gloo takes what the host's own name resolves to, which may well be 127.0.1.1.
             environment["GLOO_SOCKET_IFNAME"] = interface
-    return replace(job, ranks=ranks, nodes=nodes, node_rank=node_rank or 0, environment=environment)
+    if job.max_restarts:
+        # Ranks that start again must not read addresses that their predecessors left in the agent's store.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return replace(
+        job,
+        ranks=ranks,
+        nodes=nodes,
+        node_rank=node_rank or 0,
+        local_addr=own_address,
+        environment=environment,
+    )
 
 
 def describe(job: Job) -> str:
@@ -289,8 +318,8 @@ def free_port() -> int:
     raise LaunchError("no free port between 20000 and 30000; give one as --master_port")
 
 
-def interface_towards(address: str) -> str | None:
-    """Name of the network interface that packets to ``address`` leave by; None if it cannot be told."""
+def route_to(address: str) -> tuple[str | None, str | None]:
+    """This host's address and interface on the way to ``address``; None for what cannot be told."""
     import psutil
 
     try:
@@ -298,11 +327,11 @@ def interface_towards(address: str) -> str | None:
             probe.connect((address, 1))  # sends nothing, but chooses the route
             own = probe.getsockname()[0]
     except OSError:
-        return None
+        return None, None
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in addresses):
-            return name
-    return None
+            return own, name
+    return own, None
 
 
 def say(text: str) -> None:
