@@ -181,7 +181,7 @@ def direct_call() -> None:
     with torch.no_grad():
         direct = rung.module(x)
         torch.testing.assert_close(direct, rung(x))
-    with pytest.raises(RuntimeError, match="Linear was called directly with gradients enabled"):
+    with pytest.raises(RuntimeError, match="Plain was called directly with gradients enabled"):
         rung.module(x)
 
 

@@ -24,12 +24,11 @@ from torch import nn
 
 from .comm import Work
 from .data_parallel import DEFAULT_BUCKET
-from .flat import Bucket, Slot, make_buckets
+from .flat import Bucket, make_buckets
 from .zero import (
     DEFAULT_PERSISTENCE_THRESHOLD,
     GATHERED,
     GatheredParameters,
-    PartitionedParameter,
     ShardedBucket,
     bucket_of,
     partition,
@@ -94,7 +93,7 @@ class Zero3(Zero2):
         self._buffer_versions = [buffer._version for buffer in self.module.buffers()]
 
     def _make_buckets(self, bucket_size: int) -> list[Bucket]:
-        for path, module in self.module.named_modules():
+        for module in self.module.modules():
             own = [(self._names[p], p) for p in module.parameters(recurse=False)]
             partition(own, self.comm, self.pool, self._threshold)
         found = [bucket_of(param) for param in self._names]
