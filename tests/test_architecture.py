@@ -1,4 +1,4 @@
-"""The house keeps its plan: imports point down only, and only comm.py talks to other ranks."""
+"""The house keeps its plan: imports point down only, and only comm's transport talks to other ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PACKAGE = ROOT / "zero_course"
 # From the ground up. A room is a module or a small package; it imports rooms of lower floors, and on the ground
 # and the engine's floor also its neighbours, as long as that makes no circle.
 FLOORS = [
-    {"ledger", "watchdog", "comm", "flat", "memory", "config"},
+    {"ledger", "transport", "watchdog", "comm", "flat", "memory", "config"},
     {"data_parallel"},
     {"zero1"},
     {"zero2"},
     {"zero3", "zero"},
     {"models", "data"},
-    {"engine", "checkpoint", "monitor", "lr_schedules"},
-    {"cli", "demo"},
+    {"engine", "checkpoint", "monitor", "lr_schedules", "utils"},
+    {"cli", "demo", "lab"},
 ]
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 BY_THEMSELVES = {"models", "data"}  # know nothing of the engine, not even of its ground floor
@@ -167,11 +167,11 @@ def test_each_rung_builds_on_the_one_below() -> None:
         assert lower in imported_rooms(path.read_text(), path)
 
 
-def test_only_comm_calls_collectives() -> None:
+def test_only_the_transport_calls_collectives() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, source in sources()
-        if path != PACKAGE / "comm.py"
+        if path != PACKAGE / "transport.py"
         for line, name in collective_calls(source)
     ]
     assert not found, "use a zero_course.Communicator instead, whose ledger sees the call:\n" + "\n".join(
@@ -179,8 +179,8 @@ def test_only_comm_calls_collectives() -> None:
     )
 
 
-def test_the_check_sees_the_collectives_of_comm() -> None:
-    names = {name.rsplit(".")[-1] for _, name in collective_calls((PACKAGE / "comm.py").read_text())}
+def test_the_check_sees_the_collectives_of_the_transport() -> None:
+    names = {name.rsplit(".")[-1] for _, name in collective_calls((PACKAGE / "transport.py").read_text())}
     assert {"isend", "irecv", "all_reduce", "reduce_scatter_tensor"} <= names
 
 

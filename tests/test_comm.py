@@ -316,3 +316,14 @@ def soak(rounds: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_soak(world: int) -> None:
     run_ranks(world, partial(soak, 400))
+
+
+def input_kept() -> bool:
+    comm = zc.Communicator()
+    whole, part = torch.arange(6.0), torch.empty(2)
+    comm.reduce_scatter(part, whole, average=True)
+    return torch.equal(whole, torch.arange(6.0))
+
+
+def test_a_reduce_scatter_into_another_tensor_leaves_its_input_alone() -> None:
+    assert all(run_ranks(3, input_kept))

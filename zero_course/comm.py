@@ -1,8 +1,6 @@
-"""Collectives with a byte ledger: the only file of the engine that talks to other ranks.
+"""Collectives with a byte ledger: the one door through which the engine talks to other ranks.
 
-The idea: every collective can be built from send and receive. Over gloo that is also the fastest way and the
-one with the fewest bytes (gloo's own reduce-scatter sends what an all-reduce sends, twice the ideal). For a
-vector of S bytes on N ranks, each rank sends
+The idea: count what is sent. For a vector of S bytes on N ranks, each rank sends
 
     reduce-scatter, all-gather, all-to-all   (N-1)/N · S
     all-reduce = reduce-scatter + all-gather  2(N-1)/N · S
@@ -23,7 +21,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,10 +30,9 @@ import torch.distributed as dist
 
 from .flat import BufferPool
 from .ledger import Entry, Ledger
+from .transport import TRANSPORTS, Call, bytes_of, message
 from .watchdog import Watchdog
 
-TRANSPORTS = ("peer", "native")
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 
@@ -148,15 +144,6 @@ class Work:
             self._entry.seconds += time.perf_counter() - begin
 
 
-@dataclass
-class _Call:
-    """What each phase of a collective needs to know of the call."""
-
-    entry: Entry
-    average: bool
-    tag: int
-
-
 class Communicator:
     """The ranks of one process group, and every collective the engine uses.
 
@@ -202,6 +189,9 @@ class Communicator:
         self._number = 0  # collectives posted so far: the same on every rank, or the watchdog says where not
         self._pairs: dict[tuple[str, int], int] = {}  # messages posted to and from each peer
         self.pool = BufferPool()  # receive buffers
+        self._transport = TRANSPORTS[self.transport](
+            group, self.rank, self.world_size, self.backend, self.pool
+        )
         self._broken: str | None = None
         self._watchdog: Watchdog | None = None
         if self.world_size > 1:
@@ -222,7 +212,9 @@ class Communicator:
             purpose: label for the ledger.
             async_op: return at once; the result is there after ``wait()``.
         """
-        return self._start("all_reduce", tensor, tensor.numel(), average, purpose, async_op, self._all_reduce)
+        return self._start(
+            "all_reduce", tensor, tensor.numel(), average, purpose, async_op, self._transport.all_reduce
+        )
 
     def reduce_scatter(
         self,
@@ -242,7 +234,7 @@ class Communicator:
         """
         self._check_sizes("reduce_scatter", "input", input, "output", output)
         args = ("reduce_scatter", input, input.numel(), average, purpose, async_op)
-        return self._start(*args, self._reduce_scatter, output)
+        return self._start(*args, self._transport.reduce_scatter, output)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str = "", async_op: bool = False
@@ -256,7 +248,7 @@ class Communicator:
         """
         self._check_sizes("all_gather", "output", output, "input", input)
         args = ("all_gather", output, output.numel(), False, purpose, async_op)
-        return self._start(*args, self._all_gather, input)
+        return self._start(*args, self._transport.all_gather, input)
 
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str = "", async_op: bool = False
@@ -268,7 +260,7 @@ class Communicator:
                 f"elements, a multiple of {self.world_size} ranks"
             )
         args = ("all_to_all", input, input.numel(), False, purpose, async_op)
-        return self._start(*args, self._all_to_all, output)
+        return self._start(*args, self._transport.all_to_all, output)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int = 0, *, purpose: str = "", async_op: bool = False
@@ -276,7 +268,14 @@ class Communicator:
         """Copy ``tensor`` of rank ``src`` into ``tensor`` on every rank, in place."""
         self._check_rank(src)
         return self._start(
-            f"broadcast from {src}", tensor, tensor.numel(), False, purpose, async_op, self._broadcast, src
+            f"broadcast from {src}",
+            tensor,
+            tensor.numel(),
+            False,
+            purpose,
+            async_op,
+            self._transport.broadcast,
+            src,
         )
 
     def barrier(self) -> None:
@@ -289,7 +288,7 @@ class Communicator:
             False,
             "control",
             False,
-            self._all_gather,
+            self._transport.all_gather,
             token[self.rank :][:1],
         )
 
@@ -320,101 +319,6 @@ class Communicator:
         return [
             pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes.tolist(), strict=True)
         ]
-
-    # -- each collective: from send and receive, or native ---------------------------------------------------
-
-    def _all_reduce(self, tensor: torch.Tensor, call: _Call) -> Iterator[list[Any]]:
-        flat = tensor.view(-1)
-        if self.transport == "native":
-            call.entry.wire_bytes = 2 * _bytes(flat) * (self.world_size - 1) // self.world_size
-            yield [dist.all_reduce(flat, group=self.group, async_op=True)]
-            if call.average:
-                flat.div_(self.world_size)
-            return
-        slices = flat.tensor_split(_cuts(flat.numel(), self.world_size))
-        yield from self._reduce_slices(slices, slices[self.rank], call)
-        yield self._exchange_slices([slices[self.rank]] * self.world_size, list(slices), call)
-
-    def _reduce_scatter(self, input: torch.Tensor, call: _Call, output: torch.Tensor) -> Iterator[list[Any]]:
-        if self.transport == "native":
-            # gloo runs an all-reduce underneath (github.com/pytorch/pytorch, pull request 118911)
-            factor = 2 if self.backend == "gloo" else 1
-            call.entry.wire_bytes = factor * _bytes(input) * (self.world_size - 1) // self.world_size
-            yield [dist.reduce_scatter_tensor(output, input, group=self.group, async_op=True)]
-            if call.average:
-                output.div_(self.world_size)
-            return
-        yield from self._reduce_slices(input.chunk(self.world_size), output, call)
-
-    def _all_gather(self, output: torch.Tensor, call: _Call, input: torch.Tensor) -> Iterator[list[Any]]:
-        if self.transport == "native":
-            call.entry.wire_bytes = _bytes(output) * (self.world_size - 1) // self.world_size
-            yield [dist.all_gather_into_tensor(output, input, group=self.group, async_op=True)]
-            return
-        slices = output.chunk(self.world_size)
-        handles = self._exchange_slices([input] * self.world_size, list(slices), call)
-        if slices[self.rank].data_ptr() != input.data_ptr():
-            slices[self.rank].copy_(input)
-        yield handles
-
-    def _all_to_all(self, input: torch.Tensor, call: _Call, output: torch.Tensor) -> Iterator[list[Any]]:
-        if self.transport == "native":
-            call.entry.wire_bytes = _bytes(input) * (self.world_size - 1) // self.world_size
-            yield [dist.all_to_all_single(output, input, group=self.group, async_op=True)]
-            return
-        into, out_of = output.chunk(self.world_size), input.chunk(self.world_size)
-        handles = self._exchange_slices(list(out_of), list(into), call)
-        into[self.rank].copy_(out_of[self.rank])
-        yield handles
-
-    def _broadcast(self, tensor: torch.Tensor, call: _Call, src: int) -> Iterator[list[Any]]:
-        tensor = tensor.view(-1)
-        if self.transport == "native":
-            call.entry.wire_bytes = _bytes(tensor) * (self.world_size - 1) // self.world_size
-            yield [dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)]
-        elif self.rank == src:
-            yield self._exchange_slices([tensor] * self.world_size, [tensor[:0]] * self.world_size, call)
-        else:
-            into = [tensor[:0]] * self.world_size
-            into[src] = tensor
-            yield self._exchange_slices([tensor[:0]] * self.world_size, into, call)
-
-    def _exchange_slices(
-        self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], call: _Call
-    ) -> list[Any]:
-        """Post: send ``outgoing[j]`` to each other rank j, receive ``incoming[j]`` from it. Empty ones are skipped."""
-        handles = []
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for peer in reversed(others):  # receives first, so that a message finds its buffer waiting
-            if incoming[peer].numel():
-                handles.append(dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=call.tag))
-        for peer in others:  # each rank starts with another peer, so that no rank is everyone's first target
-            if outgoing[peer].numel():
-                handles.append(dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=call.tag))
-                call.entry.wire_bytes += _bytes(outgoing[peer])
-        return handles
-
-    def _reduce_slices(
-        self, slices: tuple[torch.Tensor, ...], output: torch.Tensor, call: _Call
-    ) -> Iterator[list[Any]]:
-        """Send slice j to rank j, then add up in rank order what the others sent for this rank's own slice."""
-        own = slices[self.rank]
-        buffer = self.pool.take((self.world_size - 1) * own.numel(), own.dtype, own.device)
-        received = list(buffer.chunk(self.world_size - 1))
-        terms = (
-            [*received[: self.rank], own, *received[self.rank :]] if own.numel() else [own] * self.world_size
-        )
-        yield self._exchange_slices(list(slices), terms, call)
-        if own.dtype in LOW_PRECISION:  # a 16-bit running sum would lose bits at each rank
-            terms = [term.float() for term in terms]
-        total = terms[0]
-        for term in terms[1:]:
-            total.add_(term)
-        if call.average:
-            total.div_(self.world_size)
-        if total.data_ptr() != output.data_ptr():
-            output.copy_(total)
-        self.pool.give_back(buffer)
 
     # -- bookkeeping -----------------------------------------------------------------------------------------
 
@@ -447,7 +351,7 @@ class Communicator:
             purpose,
             self._group_name,
             self.transport,
-            _bytes(tensor),
+            bytes_of(tensor),
             0,
             _call_site(),
             time.perf_counter(),
@@ -466,7 +370,7 @@ class Communicator:
         # The tag carries the fingerprint, so that messages of different collectives never meet: a mismatch
         # ends in a timeout that the watchdog explains, not in wrong numbers.
         tag = (self._number % 2**15) << 15 | zlib.crc32(fingerprint.encode()) % 2**15
-        work = Work(self, entry, fingerprint, body(tensor, _Call(entry, average, tag), *args))
+        work = Work(self, entry, fingerprint, body(tensor, Call(entry, average, tag), *args))
         if not async_op:
             work.wait()
         return work
@@ -478,26 +382,20 @@ class Communicator:
         count = self._pairs[op, peer] = self._pairs.get((op, peer), 0) + 1
         fingerprint = f"message {count} ({tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         tag = 2**30 | (count % 2**15) << 15 | zlib.crc32(fingerprint.encode()) % 2**15
-        wire = _bytes(tensor) if op == "send" else 0
+        wire = bytes_of(tensor) if op == "send" else 0
         entry = Entry(
             op,
             purpose,
             self._group_name,
             self.transport,
-            _bytes(tensor),
+            bytes_of(tensor),
             wire,
             _call_site(),
             time.perf_counter(),
         )
         self.ledger.entries.append(entry)
 
-        def phases() -> Iterator[list[Any]]:
-            if op == "send":
-                yield [dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)]
-            else:
-                yield [dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)]
-
-        work = Work(self, entry, f"{op} of {fingerprint}, peer rank {peer}", phases())
+        work = Work(self, entry, f"{op} of {fingerprint}, peer rank {peer}", message(op, tensor, self.group, peer, tag))
         if not async_op:
             work.wait()
         return work
@@ -527,16 +425,6 @@ class Communicator:
             raise ValueError(
                 f"rank {rank} is not {'another' if peer else 'a'} rank of this group of {self.world_size}"
             )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _cuts(numel: int, world_size: int) -> list[int]:
-    """Where to cut ``numel`` elements into ``world_size`` slices of equal length, the last ones shorter."""
-    length = -(-numel // world_size)
-    return [min(length * i, numel) for i in range(1, world_size)]
 
 
 _instances: dict[str, int] = {}

@@ -11,8 +11,9 @@ Traffic per rank and step on N ranks: one all-reduce of the gradients, 2(N-1)/N 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +88,7 @@ class DataParallel(nn.Module):
         }
         self._allocate()
         for param in self._params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.register_post_accumulate_grad_hook(_weakly(self._on_gradient))
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer_class is not None:
             self.optimizer = optimizer_class(self._optimizer_groups(), **optimizer_args)
@@ -403,6 +404,22 @@ class DataParallel(nn.Module):
             if buffer in written:
                 self.comm.broadcast(buffer, 0, purpose="buffers")
         self._buffer_versions = [buffer._version for buffer in self.module.buffers()]
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method as a hook that does not keep its object alive.
+
+    torch holds the hooks of a tensor where the garbage collector does not look, so that a tensor, its hook and
+    the hook's object, which has the tensor, would stay for ever.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return hook
 
 
 def _describe(param: tuple[Any, ...] | None) -> str:

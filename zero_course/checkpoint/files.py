@@ -120,28 +120,22 @@ def flush_folder(folder: Path) -> None:
 # -- naming --------------------------------------------------------------------------------------------------
 
 
-def check_tag(tag: str) -> str:
-    """The tag, if it can be a folder's name.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not tag or tag in (".", "..", LATEST) or tag.startswith(".") or "/" in tag or os.sep in tag:
-        raise ValueError(f"tag {tag!r} cannot be the name of a folder in the checkpoint directory; try 'global_step10'")
-    return tag
+def is_tag(tag: str) -> bool:
+    """Whether a tag can be the name of a folder in the checkpoint directory."""
+    return (
+        bool(tag)
+        and tag.isprintable()
+        and tag != LATEST
+        and not tag.startswith(".")
+        and Path(tag).name == tag
+    )
 
 
 def begin(directory: Path, tag: str) -> Path:
     """An empty hidden folder to write the checkpoint in; what an earlier, killed attempt left is put right."""
     directory.mkdir(parents=True, exist_ok=True)
-    final, replaced = directory / tag, directory / f".{tag}.replaced"
-    if replaced.exists():
-        if final.exists():
-            shutil.rmtree(replaced)
-        else:
-            os.rename(replaced, final)
+    clean_up(directory, tag)
     folder = directory / f".{tag}.saving"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
 
@@ -166,8 +160,11 @@ def point_latest_at(directory: Path, tag: str) -> None:
 
 
 def clean_up(directory: Path, tag: str) -> None:
-    """Remove what was replaced, or what could not be completed: step 5."""
-    shutil.rmtree(directory / f".{tag}.replaced", ignore_errors=True)
+    """Remove what was replaced (step 5), or what could not be completed."""
+    final, replaced = directory / tag, directory / f".{tag}.replaced"
+    if replaced.exists() and not final.exists():
+        os.rename(replaced, final)
+    shutil.rmtree(replaced, ignore_errors=True)
     shutil.rmtree(directory / f".{tag}.saving", ignore_errors=True)
 
 
@@ -191,10 +188,10 @@ def find(directory: Path, tag: str | None) -> Path | None:
     if tag is None:
         if not (directory / LATEST).exists():
             return None
-        tag = (directory / LATEST).read_text().strip()
+        tag = (directory / LATEST).read_text(errors="replace").strip()
         source = f"{directory / LATEST} names"
-    check_tag(tag)
-    for folder in (directory / tag, directory / f".{tag}.replaced"):
+    folders = (directory / tag, directory / f".{tag}.replaced") if is_tag(tag) else ()
+    for folder in folders:
         if (folder / METADATA).exists():
             return folder
     raise CheckpointError(f"{directory / tag}: no such checkpoint, which {source}; {others(directory)}")
@@ -223,7 +220,9 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it cannot be read ({type(error).__name__}: {error})") from error
     if known != (FORMAT, VERSION):
-        raise CheckpointError(f"{path}: is {known[0]} version {known[1]}; this program reads {FORMAT} version {VERSION}")
+        raise CheckpointError(
+            f"{path}: is {known[0]} version {known[1]}; this program reads {FORMAT} version {VERSION}"
+        )
     if found != _own_sha256(metadata):
         raise damaged(path, "its contents do not have the SHA-256 at its end")
     return metadata
@@ -255,7 +254,9 @@ def damaged(path: Path, what: str) -> CheckpointError:
     """The error for a file that cannot be used."""
     folder = path.parent
     advice = others(folder.parent, but=folder.name)
-    return CheckpointError(f"{path}: {what}. Nothing was loaded. Bring the file back, or use another checkpoint: {advice}")
+    return CheckpointError(
+        f"{path}: {what}. Nothing was loaded. Bring the file back, or use another checkpoint: {advice}"
+    )
 
 
 def sha256_of(path: Path) -> str:

@@ -63,11 +63,13 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
         arguments = torchrun.parse_args([*job.torchrun_options(), "--", job.script])
         arguments.training_script_args = (
             job.arguments
-        )  # not parsed: torchrun would take --sig for its own option
-        if hasattr(
-            arguments, "signals_to_handle"
-        ):  # SIGINT and SIGHUP too shall reach the ranks as SIGTERM: no traces
-            arguments.signals_to_handle = "SIGTERM"
+        )  # unparsed: torchrun would take --sig for its own option
+        if sys.platform.startswith("linux"):
+            _tie_to_this_process(arguments)
+        if hasattr(arguments, "signals_to_handle"):
+            arguments.signals_to_handle = (
+                "SIGTERM"  # the others are _OrderlyEnd's, and reach ranks as SIGTERM
+            )
         if hasattr(arguments, "shutdown_timeout"):
             arguments.shutdown_timeout = int(GRACE) - 5
         torchrun.run(arguments)
@@ -87,13 +89,8 @@ def _run(job: Job, end: _OrderlyEnd) -> int:
 def _tie_to_this_process(arguments: Any) -> None:
     """Have ranks die with this process even if it is killed outright (kill -9, out of memory)."""
     script = [sys.executable, "-u", *(["-m"] if arguments.module else []), arguments.training_script]
-    arguments.training_script_args = [
-        "-ISc",
-        TIED,
-        str(os.getpid()),
-        *script,
-        *arguments.training_script_args,
-    ]
+    tied = ["-ISc", TIED, str(os.getpid())]
+    arguments.training_script_args = [*tied, *script, *arguments.training_script_args]
     arguments.training_script, arguments.no_python, arguments.module = sys.executable, True, False
 
 

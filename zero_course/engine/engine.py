@@ -10,58 +10,44 @@ the last one's ``step()`` acts.
     stages 0 and 1         add up    add up    add up    add up, average over the ranks, update
     stages 2 and 3         average   average   average   average, update       (no room for whole gradients)
 
-A step whose gradient norm is nan or infinite is skipped on every rank: the weights, the optimizer's state and
-the schedule stay as they are, a warning names the first parameter concerned, and `MAX_SKIPPED_IN_A_ROW` such
-steps in a row are an error. (DeepSpeed in fp32 takes such a step, which destroys the weights.)
+A step whose gradient norm is nan or infinite is skipped (guard.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..checkpoint import load_checkpoint, save_checkpoint, write_state_dict
-from ..comm import get_local_rank
 from ..config import Config
 from ..data_parallel import DataParallel
 from ..utils import register
 from .dataloader import ShardedDataLoader
+from .face import EngineFace
+from .guard import (
+    MAX_SKIPPED_IN_A_ROW,
+    TrainingDivergedError,
+    first_parameter_not_finite,
+    why_skipped,
+)
 from .report import Reporter, Step
 
 logger = logging.getLogger(__name__)
 
-MAX_SKIPPED_IN_A_ROW = 5
 
+class Engine(EngineFace):
+    """A model in training. Made by :func:`zero_course.initialize`; attributes as in :class:`EngineFace`.
 
-class TrainingDivergedError(ArithmeticError):
-    """Too many steps in a row had gradients that are not finite."""
-
-
-class Engine(nn.Module):
-    """A model in training. Made by :func:`zero_course.initialize`.
-
-    Attributes:
-        module: the model itself. Attributes that the engine lacks are looked up there.
-        rung: the strategy around it: DataParallel, Zero1, Zero2 or Zero3.
-        optimizer: a torch optimizer over what this rank updates; None if there is nothing to train with.
-        lr_scheduler: the schedule, or None.
-        training_dataloader: the loader over ``training_data``, or None.
+    Args:
+        rung: the strategy, with the model in it and the optimizer.
         config: the checked configuration.
-        comm, device: the ranks, and where this one computes.
-        global_rank, local_rank, world_size: this rank in the job and on its host, and their number.
-        global_steps: optimizer steps so far, skipped ones included.
-        skipped_steps: how many of them were skipped.
-        micro_steps: micro-batches so far.
-        global_samples: samples of all ranks in those steps.
+        lr_scheduler: anything with a ``step()``, or None.
+        training_dataloader: the loader whose place goes into checkpoints, or None.
     """
 
     def __init__(
@@ -71,22 +57,10 @@ class Engine(nn.Module):
         lr_scheduler: Any = None,
         training_dataloader: ShardedDataLoader | None = None,
     ) -> None:
-        super().__init__()
-        self.module = rung.module
-        self.__dict__["rung"] = rung  # not as a submodule: the engine's parameters are named module.*
-        self.training = rung.training = rung.module.training
-        self.optimizer, self.lr_scheduler = rung.optimizer, lr_scheduler
-        self.training_dataloader = training_dataloader
-        self.config = config
-        self.comm, self.device = rung.comm, rung.comm.device
-        self.global_rank, self.local_rank = rung.comm.rank, get_local_rank()
-        self.world_size = rung.comm.world_size
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self.skipped_in_a_row = 0
+        super().__init__(rung, config, lr_scheduler, training_dataloader)
         self.reporter = Reporter(config, rung)
         self._boundary: bool | None = None  # set by set_gradient_accumulation_boundary
         self._in_no_sync = False
-        self._norm: float | None = None
         self.forget_micro_batches()
         register(rung)
 
@@ -132,7 +106,7 @@ class Engine(nn.Module):
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         self._losses.append(loss.detach())
         if loss.device.type == "cpu":  # on a GPU, looking at the value would make the program wait for it
-            self._warn_of_losses(self._losses[-1:])
+            self._warn_of_losses(self._losses[-1:], self.micro_steps + 1)
         hold_back = self.rung.stage < 2 and not self.is_gradient_accumulation_boundary()
         with self.reporter.timed("backward"), self.rung.no_sync() if hold_back else nullcontext():
             scaled.backward(retain_graph=retain_graph)
@@ -151,7 +125,13 @@ class Engine(nn.Module):
             TrainingDivergedError: `MAX_SKIPPED_IN_A_ROW` steps in a row had gradients that are not finite.
         """
         if self._in_no_sync:
-            raise RuntimeError("step() inside no_sync(): the gradients are not averaged yet; call it after the block")
+            raise RuntimeError(
+                "step() inside no_sync(): the gradients are not averaged yet; call it after the block"
+            )
+        if self.optimizer is None:
+            raise RuntimeError(
+                "step() without an optimizer: name one in the config, or pass one to initialize"
+            )
         if self._backwards == 0:
             raise RuntimeError("step() before backward(loss): there are no gradients to step on")
         boundary = self.is_gradient_accumulation_boundary()
@@ -182,13 +162,12 @@ class Engine(nn.Module):
 
     def _take_step(self, samples: int, lr_kwargs: Mapping[str, Any]) -> None:
         if self.device.type != "cpu":
-            self._warn_of_losses(self._losses)
-        lr = self.get_lr()
+            self._warn_of_losses(self._losses, self.micro_steps + 1 - len(self._losses))
+        rates, clip = self.get_lr(), self.config.gradient_clipping
         with self.reporter.timed("step"):
-            self._norm = norm = self.rung.grad_norm()  # the same on every rank, so all of them decide alike
-            clip = self.config.gradient_clipping
+            self.global_grad_norm = norm = self.rung.grad_norm()
             finite = math.isfinite(norm)
-            culprit = None if finite else self._first_parameter_not_finite()
+            reason = "" if finite else why_skipped(norm, first_parameter_not_finite(self.rung))
             if finite:
                 if clip:
                     self.rung.clip_grad_norm_(clip, norm)
@@ -199,62 +178,53 @@ class Engine(nn.Module):
         self.global_samples += samples
         self.skipped_steps += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        clipped = min(norm, clip) if clip and finite else norm
-        learning_rate = lr[0] if lr else 0.0
-        losses, tokens = self._losses, self._tokens * self.world_size
+        step = Step(
+            number=self.global_steps,
+            samples_so_far=self.global_samples,
+            samples=samples,
+            tokens=self._tokens * self.world_size,
+            losses=self._losses,
+            lr=rates[0],
+            norm=norm,
+            clipped_norm=min(norm, clip) if clip and finite else norm,
+            skipped=not finite,
+        )
         self.forget_micro_batches()
-        self.reporter.report(
-            Step(
-                self.global_steps, self.global_samples, samples, tokens, losses, learning_rate, norm, clipped,
-                skipped=not finite,
-            )
-        )  # fmt: skip
+        self.reporter.report(step)
         if not finite:
-            self._complain(norm, culprit)
+            self._complain(reason)
 
-    # -- what is not finite ---------------------------------------------------------------------------------
-
-    def _warn_of_losses(self, losses: list[torch.Tensor]) -> None:
-        for loss in losses:
+    def _warn_of_losses(self, losses: list[torch.Tensor], first: int) -> None:
+        for micro_batch, loss in enumerate(losses, first):
             if not math.isfinite(loss.item()):
                 logger.warning(
-                    "step %d: the loss of micro-batch %d on rank %d is %s; look at this rank's inputs and at the "
-                    "learning rate (%s)",
-                    self.global_steps + 1, self.micro_steps + 1, self.global_rank, loss.item(), self.get_lr(),
-                )  # fmt: skip
+                    "step %d, micro-batch %d: the loss on rank %d is %s; look at this rank's inputs, and at the "
+                    "learning rate, %s",
+                    self.global_steps + 1,
+                    micro_batch,
+                    self.global_rank,
+                    loss.item(),
+                    self.get_lr(),
+                )
 
-    def _first_parameter_not_finite(self) -> str | None:
-        """Name of the first parameter, in the model's order, whose gradient is not finite on some rank."""
-        order = {name: i for i, (name, _) in enumerate(self.module.named_parameters())}
-        mine = [
-            order[piece.name]
-            for piece, values in self.rung.owned_pieces()
-            for gradient in [piece.slot.param.grad if self.rung.stage == 0 else values.grad]
-            if gradient is not None and not torch.isfinite(gradient).all()
-        ]
-        first = [i for i in self.comm.all_gather_object(min(mine, default=None), "control") if i is not None]
-        return list(order)[min(first)] if first else None
-
-    def _complain(self, norm: float, culprit: str | None) -> None:
-        where = f"the first gradient that is not finite is that of {culprit!r}"
-        if culprit is None:
-            where = "each gradient is finite, but the sum of their squares is not"
+    def _complain(self, reason: str) -> None:
         text = (
-            f"step {self.global_steps} skipped on every rank: the gradient norm is {norm}; {where}. The weights are "
-            f"as before ({self.skipped_steps} skipped so far, {self.skipped_in_a_row} in a row)"
+            f"step {self.global_steps} skipped on every rank: {reason}. The weights are as before "
+            f"({self.skipped_steps} skipped so far, {self.skipped_in_a_row} in a row)"
         )
         if self.global_rank == 0:
             logger.warning(text)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingDivergedError(
-                f"{text}. That is {MAX_SKIPPED_IN_A_ROW} in a row: training does not recover by itself. Go back to a "
-                "checkpoint with a smaller learning rate, a longer warm-up, or smaller gradient_clipping "
-                f"({self.config.gradient_clipping})"
+                f"{text}. After {MAX_SKIPPED_IN_A_ROW} in a row it does not recover by itself: go back to a checkpoint "
+                "with a smaller learning rate, a longer warm-up or a smaller gradient_clipping, or look at the data"
             )
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"backward() takes the loss, a tensor of one element, not a {type(loss).__name__}")
+            raise TypeError(
+                f"backward() takes the loss, a tensor of one element, not a {type(loss).__name__}"
+            )
         if loss.numel() != 1:
             raise ValueError(
                 f"backward() takes a loss of one element, not of shape {tuple(loss.shape)}: take its mean first"
@@ -265,7 +235,9 @@ class Engine(nn.Module):
                 "parameter is frozen"
             )
         if not self._forwarded and not self._backwards:
-            raise RuntimeError("backward() before a forward: get the loss from engine(...), not from engine.module(...)")
+            raise RuntimeError(
+                "backward() before a forward: get the loss from engine(...), not from engine.module(...)"
+            )
         if self._backwards and self._boundary is None and not self._in_no_sync:
             raise RuntimeError(
                 "backward() twice without step(): call step() after every backward(), it acts only when all "
@@ -304,127 +276,6 @@ class Engine(nn.Module):
                 yield
             finally:
                 self._in_no_sync = False
-
-    # -- figures, by DeepSpeed's names ----------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        """Samples of an optimizer step, all ranks together."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward and backward on one rank."""
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an optimizer step on one rank."""
-        return self.config.gradient_accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        """0 (plain data parallelism) to 3."""
-        return self.rung.stage
-
-    def gradient_clipping(self) -> float:
-        """The greatest gradient norm; 0 is off."""
-        return self.config.gradient_clipping
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last step over the whole model, before clipping; None before the first."""
-        return self._norm
-
-    @property
-    def loss_scale(self) -> float:
-        """1: nothing is scaled in fp32."""
-        return 1.0
-
-    cur_scale = loss_scale
-
-    # -- checkpoints ----------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """Save everything that training goes on from. Every rank must call it.
-
-        Args and errors: see :func:`zero_course.checkpoint.save_checkpoint`.
-        """
-        return save_checkpoint(self, save_dir, tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | PathLike[str],
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, saved by any number of ranks at any stage. Every rank must call it.
-
-        Args, returns and errors: see :func:`zero_course.checkpoint.load_checkpoint`.
-        """
-        return load_checkpoint(
-            self, load_dir, tag, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-
-    def save_16bit_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """Write the whole model's state dict, floating-point tensors as bfloat16, to one file. Every rank must call it.
-
-        Args:
-            save_dir: folder, made if need be.
-            save_filename: one that ends in ``.safetensors`` is written as such, others by ``torch.save``.
-
-        Returns:
-            Whether it was written. Under stage 3 every rank would hold the whole model for it, so it is only
-            done if ``stage3_gather_16bit_weights_on_model_save`` is set.
-        """
-        if self.rung.stage == 3 and not self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-            logger.warning(
-                "save_16bit_model: nothing written. Under stage 3 set zero_optimization."
-                "stage3_gather_16bit_weights_on_model_save to true, or save_checkpoint and convert it with "
-                "`python -m zero_course.checkpoint.convert`"
-            )
-            return False
-        state = self.rung.full_state_dict()
-        if self.global_rank == 0:
-            state = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
-            write_state_dict(state, Path(save_dir) / save_filename)
-        self.comm.barrier()
-        return True
-
-    # -- as a module ----------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> Engine:
-        """Training mode, or with False evaluation mode, as for any module."""
-        self.rung.training = mode
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """Refuse ``.to()``, ``.half()`` and the like, unless they change nothing."""
-        for param in self.module.parameters():
-            before = torch.empty(0, dtype=param.dtype, device=param.device)
-            after = fn(before)
-            if (after.dtype, after.device) != (before.dtype, before.device):
-                raise RuntimeError(
-                    f"the engine's parameters lie in flat buffers and cannot be moved or cast ({before.dtype} on "
-                    f"{before.device} to {after.dtype} on {after.device}); do that to the model before initialize"
-                )
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-            return getattr(module, name)
 
 
 def _tokens_in(inputs: Any) -> int:

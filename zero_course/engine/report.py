@@ -16,7 +16,9 @@ from ..memory import device_bytes, format_bytes, resident_bytes
 from ..monitor import Event, MonitorMaster
 
 PHASES = ("forward", "backward", "step")
-LEDGER_ENTRIES = 200_000  # about 100 MB; a long run forgets its oldest collectives, or it would fill the memory
+LEDGER_ENTRIES = (
+    200_000  # about 100 MB; a long run forgets its oldest collectives, or it would fill the memory
+)
 
 
 @dataclass
@@ -48,7 +50,9 @@ class Step:
     @property
     def loss(self) -> float:
         """Mean of this rank's micro-batches."""
-        return torch.stack([loss.float() for loss in self.losses]).mean().item() if self.losses else float("nan")
+        return (
+            torch.stack([loss.float() for loss in self.losses]).mean().item() if self.losses else float("nan")
+        )
 
 
 class Reporter:

@@ -48,9 +48,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument(
-        "--deepspeed", nargs="?", const=True, default=False, metavar="FILE", help="use the engine, with this config"
+        "--deepspeed",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="FILE",
+        help="use the engine, with this config",
     )
-    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed JSON configuration")
+    group.add_argument(
+        "--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed JSON configuration"
+    )
     return parser
 
 
@@ -100,7 +107,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize: model is a {type(model).__name__}, not a torch.nn.Module")
     if mpu is not None:
-        raise NotImplementedError("initialize: mpu (model parallelism) is not built in zero_course yet; leave it out")
+        raise NotImplementedError(
+            "initialize: mpu (model parallelism) is not built in zero_course yet; leave it out"
+        )
     if dist_init_required is not False:
         init_distributed()
     comm = Communicator()
@@ -146,7 +155,9 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
             "with --deepspeed_config FILE (see add_config_arguments)"
         )
     if len(given) > 1:
-        raise ValueError(f"initialize: the configuration is given {len(given)} times, by {', '.join(given)}; keep one")
+        raise ValueError(
+            f"initialize: the configuration is given {len(given)} times, by {', '.join(given)}; keep one"
+        )
     return next(iter(given.values()))
 
 
@@ -205,11 +216,15 @@ def _taking_over(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.
 
 def _check_elementwise(optimizer: Any, config: Config) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"initialize: optimizer() returned a {type(optimizer).__name__}, not a torch optimizer")
+        raise TypeError(
+            f"initialize: optimizer() returned a {type(optimizer).__name__}, not a torch optimizer"
+        )
     if config.zero_optimization.stage == 0 or isinstance(optimizer, ELEMENTWISE):
         return
     name = type(optimizer).__name__
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon)):
+    if isinstance(
+        optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon)
+    ):
         raise ValueError(
             f"initialize: {name} needs whole parameters, and ZeRO gives each rank a slice of them; use stage 0, or "
             "an elementwise optimizer such as AdamW"

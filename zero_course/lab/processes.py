@@ -27,6 +27,7 @@ import torch
 
 LINE = "ZERO_COURSE_LAB_LINE"  # path of the socket
 LINE_KEY = "ZERO_COURSE_LAB_KEY"  # proves that a caller is one of our ranks
+GRACE = 10.0  # seconds for what ended ranks have sent to be read
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Tell = Callable[[Any], None]
 
@@ -99,7 +100,7 @@ def run_ranks(
             raise Interrupted(came[0] if came else signal.SIGTERM) from None
         finally:
             home.close()
-        return [home.results[rank] for rank in range(world_size)]
+    return [home.results[rank] for rank in range(world_size)]
 
 
 class _Home:
@@ -132,7 +133,7 @@ class _Home:
 
     def explain(self, failed: Any) -> str:
         """Which rank failed first, and how."""
-        self._thread.join(timeout=2.0)  # for what is still on its way
+        self._thread.join(timeout=GRACE)  # for what is still on its way
         killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0}
         murdered = [rank for rank, code in killed.items() if code != -signal.SIGTERM]  # SIGTERM is the agent's
         if murdered:
@@ -146,7 +147,8 @@ class _Home:
         return f"ranks ended without a word ({ended})"
 
     def close(self) -> None:
-        self._thread.join(timeout=2.0)
+        """Take what is still on its way, once the ranks have ended."""
+        self._thread.join(timeout=GRACE)
         self._listener.close()
 
     def _serve(self) -> None:
@@ -167,7 +169,7 @@ class _Home:
         """Take one message from each line; False if one has ended."""
         for line in ready:
             try:
-                kind, value = line.recv()
+                kind, value = pickle.loads(line.recv_bytes())
             except (EOFError, OSError):
                 return False
             rank = ranks[line]
