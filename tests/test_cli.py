@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from zero_course.cli import app, remote
 from zero_course.cli.hosts import LaunchError, limit, parse_filter, read_hostfile, select
-from zero_course.cli.launch import free_port, route_to
+from zero_course.cli.job import free_port, route_to
 from zero_course.cli.report import gather
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +111,7 @@ def pids(lines: list[str]) -> list[int]:
     return [int(line.split("pid=")[1].split()[0]) for line in lines]
 
 
-def assert_all_gone(processes: list[int], seconds: float = 10) -> None:
+def assert_all_gone(processes: list[int], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in processes if psutil.pid_exists(pid) and not _zombie(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
@@ -616,7 +616,7 @@ def test_ctrl_c_while_waiting_for_a_host_that_never_comes(scripts):
         started = time.monotonic()
         code, output = job.end()
     assert code == 130
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20
     assert "Traceback" not in output
 
 
@@ -691,7 +691,7 @@ def test_a_lost_connection_ends_the_hosts(scripts, fake_hosts):
     with running(*fake_hosts, "wait.py", cwd=scripts) as job:
         ranks = pids(job.wait_for("up rank", times=3))
         job.process.kill()  # as if this machine had gone: nobody is left to say anything
-        assert_all_gone(ranks, seconds=20)
+        assert_all_gone(ranks)
         job.end()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_course as zc
 
-SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.1}
+SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.01}
 
 
 def deep(layers: int = 6, width: int = 8) -> nn.Module:
@@ -154,7 +154,7 @@ def evaluated_between_steps(stage: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stage", range(4))
 def test_evaluation_between_backward_and_step_changes_nothing(stage: int) -> None:
     model = build("Plain")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
         x, y = batch(step, 4)
         loss_of(model(x), y).backward()
@@ -236,7 +236,7 @@ def test_ranks_may_have_batches_of_different_lengths(stage: int) -> None:
     model = build("Plain")
     losses = [loss_of(model(x), y) for x, y in (batch(0, 5), batch(1, 3))]
     (sum(losses) / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
     for values in run_ranks(2, different_rows, stage):
         for ours, expected in zip(values, model.state_dict().values(), strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
@@ -308,8 +308,7 @@ def test_a_layer_in_two_checkpoints_is_reduced_once_or_refused() -> None:
 def reentrant(stage: int) -> list[torch.Tensor]:
     args: dict[str, Any] = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     torch.manual_seed(0)
-    args |= {"optimizer_class": torch.optim.SGD, "lr": 0.01}
-    rung = RUNGS[stage](Recomputed(use_reentrant=True), **args, reduce_bucket_size=40)
+    rung = RUNGS[stage](Recomputed(use_reentrant=True), **SGD, **args, reduce_bucket_size=40)
     for step in range(3):
         x, y = batch(step, 8)
         mine = slice(rung.comm.rank * 4, rung.comm.rank * 4 + 4)

@@ -32,8 +32,9 @@ def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(ours[key], value), f"{key} differs by {(ours[key] - value).abs().max()}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "world"), [(n, w) for n in MODELS for w in (1, 2, 3)] + [("Plain", 4), ("Tied", 4)]
+)
 def test_every_rung_trains_as_one_process_and_as_the_others(name: str, world: int) -> None:
     expected = reference(name, *ADAMW, world=world, steps=STEPS)
     by_stage = {

@@ -39,6 +39,7 @@ class Watchdog:
         self.world_size = world_size
         self.recent: deque[tuple[int, str, str]] = deque(maxlen=REMEMBER)
         self._lock = threading.Lock()
+        self._beat = 0
         self._stop = threading.Event()
         self.publish()
         thread = threading.Thread(target=_publish_loop, args=(weakref.ref(self), self._stop), daemon=True)
@@ -51,8 +52,9 @@ class Watchdog:
 
     def publish(self, status: str = "running") -> None:
         """Write this rank's latest notes to the store."""
-        notes = {"status": status, "at": time.time(), "recent": list(self.recent)}
         with self._lock:
+            self._beat += 1
+            notes = {"status": status, "beat": self._beat, "recent": list(self.recent)}
             self.store.set(str(self.rank), json.dumps(notes))
 
     def explain(self, number: int, fingerprint: str) -> list[str]:
@@ -62,27 +64,29 @@ class Watchdog:
         """
         try:
             self.publish("failed")
+            return self._compare(number, fingerprint)
         except RuntimeError:
             return ["the store is gone with the process that held it: rank 0 or the launcher has ended"]
-        deadline = time.monotonic() + SILENT_AFTER + PUBLISH_EVERY
-        verdicts: dict[int, str | None] = {}
-        while time.monotonic() < deadline:
-            try:
-                for peer in range(self.world_size):
-                    if peer != self.rank and verdicts.get(peer) is None:
-                        verdicts[peer] = self._verdict(peer, number, fingerprint)
-            except RuntimeError:
-                return ["the store is gone with the process that held it: rank 0 or the launcher has ended"]
-            if all(verdict is not None for verdict in verdicts.values()):
-                break
+
+    def _compare(self, number: int, fingerprint: str) -> list[str]:
+        first = {peer: self._read(peer) for peer in range(self.world_size) if peer != self.rank}
+        verdicts: dict[int, str | None] = dict.fromkeys(first)
+        deadline = time.monotonic() + SILENT_AFTER
+        while None in verdicts.values() and time.monotonic() < deadline:
+            for peer in first:
+                if verdicts[peer] is None:
+                    verdicts[peer] = self._verdict(self._read(peer), number, fingerprint)
             time.sleep(0.1)
-        lines = []
-        for peer, verdict in sorted(verdicts.items()):
-            if verdict is None:
-                verdict = f"has not called it; {self._whereabouts(self._read(peer))}"
-            if verdict:
-                lines.append(f"rank {peer} {verdict}")
-        return lines
+        for peer in (peer for peer, verdict in verdicts.items() if verdict is None):
+            notes = self._read(peer)
+            if notes is None or notes["beat"] == first[peer]["beat"]:
+                verdicts[peer] = f"has given no sign of life for {SILENT_AFTER:.0f} s (killed or stopped?)"
+            elif not _called(notes, number):
+                verdicts[peer] = "has not called it"
+            else:
+                continue
+            verdicts[peer] += f"; {self._whereabouts(notes)}"
+        return [f"rank {peer} {verdict}" for peer, verdict in verdicts.items() if verdict]
 
     def _read(self, peer: int) -> dict[str, Any] | None:
         with self._lock:
@@ -95,9 +99,8 @@ class Watchdog:
         number, fingerprint, site = notes["recent"][-1]
         return f"its latest is number {number}, {fingerprint}, at {site}"
 
-    def _verdict(self, peer: int, number: int, fingerprint: str) -> str | None:
-        """What peer did: ``""`` the same as this rank, ``None`` not known yet."""
-        notes = self._read(peer)
+    def _verdict(self, notes: dict[str, Any] | None, number: int, fingerprint: str) -> str | None:
+        """What a peer did: ``""`` the same as this rank, and it failed too; ``None`` not known yet."""
         if notes is None:
             return None
         for other_number, other, site in notes["recent"]:
@@ -105,12 +108,12 @@ class Watchdog:
                 return f"called {other} instead, at {site}"
         if notes["status"] == "exited":
             return f"has left; {self._whereabouts(notes)}"
-        silent = time.time() - notes["at"]
-        if silent > SILENT_AFTER:
-            return f"has given no sign of life for {silent:.0f} s (killed or stopped?); {self._whereabouts(notes)}"
-        if any(other_number == number for other_number, _, _ in notes["recent"]):
-            return ""
-        return None
+        # A peer in the same collective may be about to fail as well, or may just have died in it.
+        return "" if notes["status"] == "failed" and _called(notes, number) else None
+
+
+def _called(notes: dict[str, Any] | None, number: int) -> bool:
+    return notes is not None and any(posted == number for posted, _, _ in notes["recent"])
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -17,10 +17,9 @@ import threading
 import time
 from typing import Any
 
-from .launch import Job, describe, say
+from .job import STOP_SIGNALS, Job, describe, exit_code, say
 
 GRACE = 15.0  # seconds that ranks have to end after SIGTERM
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Run as each rank: have the kernel kill it when the launcher dies (PR_SET_PDEATHSIG = 1), then become the script.
 TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
@@ -115,8 +114,7 @@ def _report(error: Any, ranks: int) -> int:
             )
     if ranks > 1:
         say("the other ranks were ended")
-    code = failures[order[0]].exitcode
-    return code if code >= 0 else 128 - code
+    return exit_code(failures[order[0]].exitcode)
 
 
 def _explain(error: RuntimeError, job: Job) -> str:
@@ -146,7 +144,7 @@ class _OrderlyEnd:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._raise_once) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, self._raise_once) for number in STOP_SIGNALS}
         self._raised = False
         threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -183,7 +181,7 @@ class _OrderlyEnd:
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
             second = self._next(timeout=2.0)
-            if second in SIGNALS:
+            if second in STOP_SIGNALS:
                 say("second signal: killing all ranks")
                 break
             if not _children():
@@ -202,7 +200,7 @@ class _OrderlyEnd:
                 return None
             if not data:  # the context has ended: wait here for the process to end
                 threading.Event().wait()
-            if data[0] in SIGNALS:
+            if data[0] in STOP_SIGNALS:
                 return data[0]
 
 

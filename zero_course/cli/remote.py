@@ -22,12 +22,11 @@ from typing import IO, Any
 import typer
 
 from .hosts import LaunchError, Pool
-from .launch import LIFELINE, Job, free_port, say
+from .job import LIFELINE, STOP_SIGNALS, Job, exit_code, free_port, say
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15"
 GRACE = 20.0  # seconds for a host's ranks to end once its lifeline is cut; a little more than agent.GRACE
 EXPORTED = ("NCCL_", "GLOO_", "UCX_", "TORCH_", "ZERO_COURSE_", "PYTHON", "HF_", "OMP_NUM_THREADS")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(job: Job, pool: Pool, ssh: str | None, dry_run: bool) -> int:
@@ -108,7 +107,7 @@ class _Hosts:
 
     def run(self) -> int:
         """Start all, forward their output, wait for all; end all when one fails or a signal comes."""
-        handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+        handlers = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         try:
             for host, command in self.commands.items():
                 if not self.signals:
@@ -155,7 +154,7 @@ class _Hosts:
             if not failed and not self.signals:
                 for host, code in codes.items():
                     if code:
-                        failed = _exit_code(code)
+                        failed = exit_code(code)
                         say(f"host {host} failed with exit code {failed}; ending the others")
                         break
             if (failed or self.signals) and deadline is None:
@@ -164,7 +163,7 @@ class _Hosts:
             if deadline is not None and (time.monotonic() > deadline or len(self.signals) > 1):
                 self._cut(kill=True)
             time.sleep(0.05)
-        return failed or next((_exit_code(code) for code in codes.values() if code), 0)
+        return failed or next((exit_code(code) for code in codes.values() if code), 0)
 
     def _cut(self, kill: bool = False) -> None:
         """Close the lifelines; with ``kill``, kill what is still running at this end."""
@@ -174,10 +173,6 @@ class _Hosts:
             if kill and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def _exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 def _forward(host: str, source: IO[bytes] | None, target: Any) -> None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import wire
 from .processes import Interrupted, RankFailed, device_for
 
 Value = int | float | str | bool
@@ -268,6 +269,8 @@ def run_lab(
     options = parse(description, root / "results" / "_".join(name.split("_")[:2]))
 
     def main() -> int:
+        if wire.reason_outside() is None:
+            wire.bring_loopback_up()
         report = Report(name, options.nproc, options.results)
         experiment(report, options)
         return report.finish()

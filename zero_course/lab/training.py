@@ -51,7 +51,7 @@ class Experiment:
         learning_rate, warmup: peak of the rate, and the steps up to it; then a cosine down to a tenth.
         betas, weight_decay: AdamW's.
         seed: of weights and of the order of the text.
-        wire_steps: the last steps, of which the interface's bytes are read; 0 reads none.
+        wire_steps: how many of the last steps the interface is read around.
     """
 
     model: GPTConfig
@@ -87,8 +87,8 @@ class Run:
         own_memory, own_traffic: what the rung itself predicts.
         alive: bytes behind all tensors of the process, less those that were there before the rung.
         traffic: purpose to bytes sent in the last step.
-        wire_sent: bytes that the ledger says this rank sent in the last ``wire_steps`` steps.
-        wire_seen: bytes that the interface counted meanwhile, for all ranks together; None where it could not be read.
+        wire: bytes that the interface counted in each of the last ``wire_steps`` steps, for all ranks together;
+            empty where it could not be read.
         tokens_per_second: of all ranks together.
         peak: bytes of resident (GPU: allocated) memory at the peak, above those before the model was built; None
             where the kernel does not tell.
@@ -107,8 +107,7 @@ class Run:
     own_traffic: dict[str, int]
     alive: int
     traffic: dict[str, int]
-    wire_sent: int
-    wire_seen: int | None
+    wire: list[int]
     tokens_per_second: float
     peak: int | None
     peak_gathered: int
@@ -166,6 +165,7 @@ def train(tell: Tell, stage: int, experiment: Experiment) -> Run:
     comm = Communicator()
     batches = Batches(experiment, comm)
     on_gpu = comm.device.type == "cuda"
+    _warm_up(experiment, comm)
     before = alive_bytes()
     resident = _resident_baseline()
     if on_gpu:
@@ -176,25 +176,26 @@ def train(tell: Tell, stage: int, experiment: Experiment) -> Run:
 
     losses: list[float] = []
     traffic: dict[str, int] = {}
-    wire_sent, counted = 0, None
+    counted: list[int] = []
     started, timed = time.perf_counter(), 0
     for step in range(experiment.steps):
         if step == min(5, experiment.steps // 2):  # the first steps fill pools and caches
             started, timed = time.perf_counter(), step
-        if experiment.wire_steps and step == experiment.steps - experiment.wire_steps:
-            counted = read_wire(comm)
-        rung.comm.ledger.clear()
-        loss = train_step(rung, batches.next(), experiment.rate(step))
+        batch = batches.next()
+        read = step >= experiment.steps - experiment.wire_steps and wire.reason_outside() is None
+        begin = read_wire(comm) if read else 0
+        comm.ledger.clear()
+        loss = train_step(rung, batch, experiment.rate(step))
         losses.append(loss)
-        traffic = rung.comm.ledger.by_purpose()
-        if counted is not None:
-            wire_sent += sum(traffic.values())
+        traffic = comm.ledger.by_purpose()
+        if read:
+            counted.append(read_wire(comm) - begin)
         if step < experiment.steps - 1:
             rung.zero_grad()
         if comm.rank == 0:
             tell({"stage": stage, "step": step + 1, "loss": loss})
     seconds = time.perf_counter() - started
-    seen = read_wire(comm) - counted if counted is not None else None
+    del batch
     alive = alive_bytes() - before
     peak = peak_device_bytes() if on_gpu else peak_resident_bytes()
     rung.zero_grad()
@@ -211,10 +212,9 @@ def train(tell: Tell, stage: int, experiment: Experiment) -> Run:
         own_traffic=rung.predicted_traffic(),
         alive=alive,
         traffic=traffic,
-        wire_sent=wire_sent,
-        wire_seen=seen,
+        wire=counted,
         tokens_per_second=tokens / seconds,
-        peak=None if peak is None or (resident is None and not on_gpu) else peak - (0 if on_gpu else resident),
+        peak=None if peak is None else peak - (0 if on_gpu else resident),
         peak_gathered=getattr(rung, "peak_gathered_elements", 0),
         window=getattr(rung, "window_elements", 0),
         digest=digest(weights),
@@ -253,14 +253,21 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     return summary.hexdigest()
 
 
-def read_wire(comm: Communicator) -> int | None:
-    """The interface's counter at a moment when no rank has anything on its way; None where it cannot be read."""
-    if wire.reason_outside() is not None:
-        return None
+def read_wire(comm: Communicator) -> int:
+    """The interface's counter at a moment when no rank has anything on its way."""
     comm.barrier()
     count = wire.loopback_bytes()
     comm.barrier()
     return count
+
+
+def _warm_up(experiment: Experiment, comm: Communicator) -> None:
+    """Have torch load the code it needs before the baseline is read: tens of MB that belong to no strategy."""
+    small = GPT(GPTConfig(experiment.model.vocab_size, 1, 1, 8, 8)).to(comm.device)
+    optimizer = torch.optim.AdamW(small.parameters())
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=comm.device)
+    small(tokens, tokens).backward()
+    optimizer.step()
 
 
 def _resident_baseline() -> int | None:

@@ -66,5 +66,5 @@ def loopback_bytes() -> int:
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == LOOPBACK:
-            return int(counters.split()[8])  # receive has 8 columns; then bytes sent
+            return int(counters.split()[8])  # the first 8 columns are of what was received
     raise OSError(f"/proc/net/dev has no interface {LOOPBACK}")

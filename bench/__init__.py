@@ -1,0 +1,1 @@
+"""Speed and memory beside the floor, torch's own strategies and DeepSpeed: ``make bench``."""
