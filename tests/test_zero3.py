@@ -294,3 +294,24 @@ def frozen_backbone() -> tuple[bool, int, int]:
 def test_frozen_layers_are_released_in_backward() -> None:
     for has_grad, peak, left in run_ranks(2, frozen_backbone):
         assert has_grad and peak == 64 and left == 0
+
+
+def read_after_a_step() -> float:
+    """A forward without its backward leaves prefetched parameters behind, which the step makes stale."""
+    rung = zero3(gpt(), stage3_prefetch_bucket_size=10**6)
+    x, y = tokens()
+    rung(x, y).backward()
+    rung.zero_grad()
+    rung(x, y).backward()
+    rung(x, y)
+    assert rung.gathered_elements > 0
+    rung.step()
+    state = rung.full_state_dict()
+    return max(
+        (values - state[piece.name].reshape(-1)[piece.start : piece.stop]).abs().max().item()
+        for piece, values in rung.owned_pieces()
+    )
+
+
+def test_a_step_leaves_nothing_stale_behind() -> None:
+    assert run_ranks(2, read_after_a_step) == [0.0, 0.0]
