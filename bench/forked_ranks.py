@@ -153,7 +153,7 @@ def _fork_ranks(request: dict[str, Any]) -> dict[str, Any]:
             pids.append(pid)
     reports: dict[int, dict[str, Any]] = {}
     ends: dict[int, int] = {}
-    texts = {line: b"" for line in lines}
+    texts = dict.fromkeys(lines, b"")
     open_lines = set(lines)
     while open_lines:
         ready, _, _ = select.select([*open_lines, 0], [], [], max(0.0, deadline - time.monotonic()))
@@ -190,9 +190,7 @@ def _fork_ranks(request: dict[str, Any]) -> dict[str, Any]:
     return {"error": f"no answer from rank {', '.join(map(str, late))} within {timeout:g} s"}
 
 
-def _be_rank(
-    rank: int, listener: socket.socket, line: int, timeout: float, request: dict[str, Any]
-) -> None:
+def _be_rank(rank: int, listener: socket.socket, line: int, timeout: float, request: dict[str, Any]) -> None:
     """What a forked child does; never returns."""
     code = 1
     try:
@@ -204,8 +202,8 @@ def _be_rank(
         meet(rank, listener, timeout)
         report = measure(rank, **request)
         code = 0
-    except BaseException:
-        report = {"error": traceback.format_exc().strip()}
+    except BaseException as error:
+        report = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}"}
     with os.fdopen(line, "w") as stream:
         stream.write(json.dumps(report))
         stream.flush()

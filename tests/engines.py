@@ -32,7 +32,7 @@ class Everything(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(torch.tanh(self.inner(self.embed(tokens))))
-        return self.head(self.frozen(self.dropout(hidden))) * self.scale
+        return self.head(self.frozen(self.dropout(hidden))) * self.scale + self.nothing.sum()
 
 
 class Tokens(Dataset[tuple[torch.Tensor, torch.Tensor]]):

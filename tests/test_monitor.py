@@ -24,7 +24,9 @@ def tensorboard_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
 
 
 def csv_rows(folder: Path) -> dict[str, list[list[str]]]:
@@ -71,7 +73,9 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
         monitor = CSVMonitor(str(tmp_path), "run")
         monitor.write_events([("Train/Samples/lr", 0.5, count)])
         monitor.close()
-    assert csv_rows(tmp_path / "run") == {"Train_Samples_lr.csv": [["step", "lr"], ["1", "0.5"], ["2", "0.5"]]}
+    assert csv_rows(tmp_path / "run") == {
+        "Train_Samples_lr.csv": [["step", "lr"], ["1", "0.5"], ["2", "0.5"]]
+    }
 
 
 def test_events_are_on_disk_at_once(tmp_path: Path) -> None:
@@ -85,7 +89,9 @@ def test_events_are_on_disk_at_once(tmp_path: Path) -> None:
         monitor.close()
 
 
-def test_monitors_are_off_by_default_and_write_to_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_are_off_by_default_and_write_to_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not MonitorMaster(load_config(config(), 1)).enabled
     monkeypatch.chdir(tmp_path)
     master = MonitorMaster(load_config(config(csv_monitor={"enabled": True}), 1))
@@ -154,7 +160,9 @@ def test_the_configuration_on_the_console(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("logger", [{"prof_all": True}, {"prof_all": False, "prof_ops": ["reduce_scatter"]}])
-def test_the_traffic_ledger_on_the_console(capsys: pytest.CaptureFixture[str], logger: dict[str, Any]) -> None:
+def test_the_traffic_ledger_on_the_console(
+    capsys: pytest.CaptureFixture[str], logger: dict[str, Any]
+) -> None:
     engine = everything(1, steps_per_print=2, comms_logger={"enabled": True, "verbose": True, **logger})
     train(engine, 1)
     first = capsys.readouterr().out

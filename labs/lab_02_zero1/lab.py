@@ -12,15 +12,14 @@ if __name__ == "__main__":
     wire.enter_own_network()
 
 from zero_course.lab import ladder, plots
+from zero_course.lab.predict import Prediction
 from zero_course.lab.report import Options, Report, run_lab
-from zero_course.lab.training import STRATEGIES, Experiment
+from zero_course.lab.training import Experiment, Run
 from zero_course.models import GPTConfig
-
-STAGE = 1
 
 
 def experiment(options: Options) -> Experiment:
-    """An odd width, so that buckets need padding."""
+    """An odd width, so that buckets need padding; about one bucket a layer."""
     width = 99 if options.quick else 195
     model = GPTConfig(n_layer=2, n_head=3, d_model=width, block_size=32)
     return Experiment(model, steps=20, rows=2, bucket_size=12 * width**2, wire_steps=6)
@@ -28,51 +27,49 @@ def experiment(options: Options) -> Experiment:
 
 def run(report: Report, options: Options) -> None:
     """The whole lab."""
-    plan = experiment(options)
-    runs = ladder.train_stages(report, [0, STAGE], plan)
-    expected = {stage: ladder.predictions(plan, stage, options.nproc) for stage in runs}
-    ladder.check_memory(report, runs[STAGE], expected[STAGE])
-    check_shares(report, plan.model.num_parameters(), runs, expected)
-    ladder.check_traffic(report, runs[STAGE], expected[STAGE])
+    plan, n = experiment(options), options.nproc
+    runs = ladder.train_each(report, {"DP": (0, plan), "ZeRO-1": (1, plan)})
+    expected = {"DP": ladder.predictions(plan, 0, n), "ZeRO-1": ladder.predictions(plan, 1, n)}
+    dp, zero1 = runs["DP"], runs["ZeRO-1"]
+    ladder.check_memory(report, zero1, expected["ZeRO-1"])
+    check_shares(report, plan.model.num_parameters(), dp, zero1, expected["ZeRO-1"])
+    ladder.check_traffic(report, zero1, expected["ZeRO-1"])
     report.check(
-        "ZeRO-1 sends as much as DP, all ranks, padding included",
-        sum(sum(run.traffic.values()) for run in runs[0]),
-        sum(sum(run.traffic.values()) for run in runs[STAGE]),
+        "all ranks: as much as DP sends",
+        sum(sum(run.traffic.values()) for run in dp),
+        sum(sum(run.traffic.values()) for run in zero1),
         "bytes",
     )
-    ladder.check_same_training(report, runs[0], runs[STAGE])
-    ladder.check_own_formula(report, runs[STAGE], expected[STAGE])
+    ladder.check_same_training(report, dp, zero1)
+    ladder.check_own_formula(report, zero1, expected["ZeRO-1"])
     draw(report, runs, expected)
-    report.cannot("CUDA: update time of a shard, overlap of all-gather and forward", "speed on GPUs only a GPU can show")
+    report.cannot(
+        "CUDA: speed of the update of a shard, all-gather hidden behind the next forward", "needs GPUs"
+    )
 
 
-def check_shares(report: Report, parameters: int, runs: dict, expected: dict) -> None:
-    """The moments of all ranks together are those of one rank under DP; padding is counted apart."""
-    report.section = "Shares"
-    together = sum(run.memory["optimizer"] for run in runs[STAGE])
-    report.check("moments of all ranks together = moments under DP", runs[0][0].memory["optimizer"], together, "bytes")
-    padding = (runs[STAGE][0].memory["parameters"] - 4 * parameters) // 4
-    report.check("padding in the buckets", expected[STAGE][0].padding, padding, "elements")
-    largest = max(run.memory["optimizer"] for run in runs[STAGE])
-    shard = -(-runs[0][0].memory["optimizer"] // report.world_size)
+def check_shares(
+    report: Report, parameters: int, dp: list[Run], zero1: list[Run], expected: list[Prediction]
+) -> None:
+    """The moments of all ranks together are those of one rank under DP; padding belongs to nobody."""
+    report.section = "Shares of the optimizer's moments, ZeRO-1"
+    together = sum(run.memory["optimizer"] for run in zero1)
+    report.check("all ranks together: as one rank under DP", dp[0].memory["optimizer"], together, "bytes")
+    share = max(run.memory["optimizer"] for run in zero1) / dp[0].memory["optimizer"]
+    report.check("largest share, of one rank's under DP", 1 / report.world_size, share, "", tolerance=1e-3)
+    padding = zero1[0].memory["parameters"] // 4 - parameters
     report.check(
-        "largest shard of moments: 1/N and at most a slice's padding",
-        shard + 8 * len(expected[STAGE][0].groups),
-        largest,
-        "bytes",
-        relation="<=",
+        "padding of the buckets to a multiple of the ranks", expected[0].padding, padding, "elements"
     )
 
 
-def draw(report: Report, runs: dict, expected: dict) -> None:
+def draw(report: Report, runs: dict[str, list[Run]], expected: dict[str, list[Prediction]]) -> None:
     """Memory by class and traffic by purpose, predicted beside measured."""
-    figure, (memory, traffic) = plots.new_figure(
-        2, f"ZeRO-1 on {report.world_size} rank(s): the moments are divided, the traffic is not more", width=6.6
-    )
+    title = f"ZeRO-1 on {report.ranks}: the moments are divided, the traffic is not more"
+    figure, (memory, traffic) = plots.new_figure(2, title, width=6.6)
     bars, sent = {}, {}
-    for stage in runs:
-        name = STRATEGIES[stage]
-        predicted, measured = expected[stage][0], runs[stage][0]
+    for name in runs:
+        predicted, measured = expected[name][0], runs[name][0]
         bars[f"{name}\npredicted"] = {**predicted.memory, "communication_buffers": predicted.buffers}
         bars[f"{name}\nmeasured"] = {key: measured.memory[key] for key in bars[f"{name}\npredicted"]}
         sent[f"{name}\npredicted"] = predicted.traffic

@@ -310,7 +310,9 @@ def _load_optimizer(rung: Any, reader: Reader) -> None:
             flat = reader.read(kind, name, start, start + key.numel())
             state[kind] = torch.empty_like(key, dtype=flat.dtype)
             state[kind].copy_(flat.view(key.shape))
-        if state and key.numel():
+        if key.numel() == 0:  # not in any file; some optimizers want to find what they made for it
+            state = optimizer.state.get(key, {})
+        if state:
             states[key] = state
     optimizer.state.clear()
     optimizer.state.update(states)

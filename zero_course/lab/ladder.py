@@ -6,7 +6,7 @@ sends no parameters, and its buffers are others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
@@ -17,7 +17,7 @@ from . import wire
 from .predict import Prediction, predict
 from .processes import run_ranks
 from .report import Report
-from .training import STRATEGIES, TIED_GPT_GATHERS, Experiment, Run, train
+from .training import STRATEGIES, TIED_GPT_GATHERS, Experiment, Run, train_jobs
 
 WIRE_TOLERANCE = 0.01  # TCP/IP headers and acknowledgements
 
@@ -57,41 +57,52 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def train_stages(
-    report: Report, stages: Sequence[int], experiment: Experiment, label: str = ""
-) -> dict[int, list[Run]]:
-    """Train each stage on processes of its own, with a progress bar; stage → one Run for each rank."""
-    runs: dict[int, list[Run]] = {}
+def train_each(report: Report, jobs: Mapping[str, tuple[int, Experiment]]) -> dict[str, list[Run]]:
+    """Train every job on the same ranks, one after the other, with progress bars.
+
+    Args:
+        report: whose ranks and console.
+        jobs: name to stage and experiment.
+
+    Returns:
+        name to one Run for each rank.
+    """
     with progress_bar(report.console) as bar:
-        for stage in stages:
-            name = f"{STRATEGIES[stage]}{label}"
-            task = bar.add_task(name, total=experiment.steps, note="starting")
+        tasks = [bar.add_task(name, total=plan.steps, note="") for name, (_, plan) in jobs.items()]
 
-            def on_event(rank: int, event: dict[str, float], task: int = task) -> None:
-                bar.update(task, completed=event["step"], note=f"loss {event['loss']:.3f}")
+        def on_event(rank: int, event: dict[str, float]) -> None:
+            bar.update(tasks[event["job"]], completed=event["step"], note=f"loss {event['loss']:.3f}")
 
-            runs[stage] = run_ranks(report.world_size, train, stage, experiment, on_event=on_event)
-    return runs
+        by_rank = run_ranks(report.world_size, train_jobs, list(jobs.values()), on_event=on_event)
+    return {name: [runs[number] for runs in by_rank] for number, name in enumerate(jobs)}
 
 
-def check_memory(report: Report, runs: Sequence[Run], expected: Sequence[Prediction]) -> None:
+def check_memory(
+    report: Report, runs: Sequence[Run], expected: Sequence[Prediction], label: str = ""
+) -> None:
     """Bytes by class, and that nothing is alive beside them."""
-    report.section = f"Memory of a rank between steps, {STRATEGIES[runs[0].stage]}"
+    report.section = f"Memory of a rank between steps, {STRATEGIES[runs[0].stage]}{label}"
     for name in expected[0].memory:
-        report.check_ranks(name, [p.memory[name] for p in expected], [run.memory[name] for run in runs], "bytes")
+        report.check_ranks(
+            name, [p.memory[name] for p in expected], [run.memory[name] for run in runs], "bytes"
+        )
     measured = [run.memory["communication_buffers"] for run in runs]
     if runs[0].stage < 3:
         report.check_ranks("communication buffers", [p.buffers for p in expected], measured, "bytes")
     else:
-        report.check_ranks("communication buffers", [p.buffers for p in expected], measured, "bytes", relation="<=")
+        report.check_ranks(
+            "communication buffers", [p.buffers for p in expected], measured, "bytes", relation="<="
+        )
     # The garbage collector's count of all tensors knows none of these classes.
     known = [p.states + m for p, m in zip(expected, measured)]
     report.check_ranks("all live tensors = states + buffers", known, [run.alive for run in runs], "bytes")
 
 
-def check_traffic(report: Report, runs: Sequence[Run], expected: Sequence[Prediction]) -> None:
+def check_traffic(
+    report: Report, runs: Sequence[Run], expected: Sequence[Prediction], label: str = ""
+) -> None:
     """Bytes sent by purpose, and what the interface saw."""
-    report.section = f"Traffic of a step, {STRATEGIES[runs[0].stage]}"
+    report.section = f"Traffic of a step, {STRATEGIES[runs[0].stage]}{label}"
     for name in dict.fromkeys([*expected[0].traffic, *runs[0].traffic]):
         report.check_ranks(
             f"sent for {name}",
@@ -122,7 +133,9 @@ def check_same_training(report: Report, base: Sequence[Run], runs: Sequence[Run]
     steps = len(base[0].losses)
     exact = base[0].transport == "peer"
     if exact:
-        different = sum(a != b for ours, theirs in zip(runs, base) for a, b in zip(ours.losses, theirs.losses))
+        different = sum(
+            a != b for ours, theirs in zip(runs, base) for a, b in zip(ours.losses, theirs.losses)
+        )
         report.check(f"losses that differ, {steps} steps, all ranks", 0, different, "losses")
         unequal = sum(
             int((value != base[0].weights[name]).sum()) for name, value in runs[0].weights.items()
@@ -133,7 +146,9 @@ def check_same_training(report: Report, base: Sequence[Run], runs: Sequence[Run]
         report.check("losses, relative difference", 1e-5, apart, "", relation="<=")
         far = max(float((v - base[0].weights[k]).abs().max()) for k, v in runs[0].weights.items())
         report.check("weights, absolute difference", 1e-4, far, "", relation="<=")
-    report.check("ranks that hold other weights than rank 0", 0, sum(r.digest != runs[0].digest for r in runs), "ranks")
+    report.check(
+        "ranks that hold other weights than rank 0", 0, sum(r.digest != runs[0].digest for r in runs), "ranks"
+    )
     report.check("the loss falls (last below first)", True, runs[0].losses[-1] < runs[0].losses[0], "")
 
 

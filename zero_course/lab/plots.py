@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only; no display needed
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 MIB = 2**20
 COLOURS = {
@@ -24,9 +20,12 @@ COLOURS = {
 LINES = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 
 
-def new_figure(panels: int = 1, title: str = "", *, width: float = 6.2, height: float = 4.4) -> tuple[Figure, list[Axes]]:
-    """A figure with ``panels`` side by side, sizes in inches of each."""
-    figure, axes = pyplot.subplots(1, panels, figsize=(width * panels, height), squeeze=False, layout="constrained")
+def new_figure(
+    panels: int = 1, title: str = "", *, width: float = 6.2, height: float = 4.4
+) -> tuple[Figure, list[Axes]]:
+    """A figure with ``panels`` side by side, sizes in inches of each. It needs no display."""
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)
     if title:
         figure.suptitle(title)
     for panel in axes[0]:
@@ -36,9 +35,8 @@ def new_figure(panels: int = 1, title: str = "", *, width: float = 6.2, height: 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG and forget it."""
+    """Write the figure as PNG."""
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def stacked(panel: Axes, bars: Mapping[str, Mapping[str, int]], *, label: str, title: str = "") -> None:
@@ -56,21 +54,28 @@ def stacked(panel: Axes, bars: Mapping[str, Mapping[str, int]], *, label: str, t
     for name in classes:
         heights = [bar.get(name, 0) / MIB for bar in bars.values()]
         panel.bar(
-            range(len(bars)), heights, bottom=foot, width=0.7, label=name.replace("_", " "), color=COLOURS.get(name)
+            range(len(bars)),
+            heights,
+            bottom=foot,
+            width=0.7,
+            label=name.replace("_", " "),
+            color=COLOURS.get(name),
         )
         for place, height in enumerate(heights):
             if height * MIB > 0.05 * largest:
                 middle = foot[place] + height / 2
-                panel.text(place, middle, f"{height:.2f}", ha="center", va="center", fontsize=8, color="white")
+                panel.text(
+                    place, middle, f"{height:.2f}", ha="center", va="center", fontsize=8, color="white"
+                )
             foot[place] += height
     for place, height in enumerate(foot):
         panel.text(place, height, f"{height:.2f}", ha="center", va="bottom", fontsize=9, fontweight="bold")
     panel.set_xticks(range(len(bars)), list(bars))
     panel.set_ylabel(f"{label}, MiB (2^20 bytes)")
-    panel.set_ylim(0, 1.1 * largest / MIB)
+    panel.set_ylim(0, 1.25 * largest / MIB)  # room for the legend
     if title:
         panel.set_title(title, fontsize=10)
-    panel.legend(fontsize=8, loc="upper right")
+    panel.legend(fontsize=8, loc="upper center", ncols=2)
 
 
 def steps(panel: Axes, curves: Mapping[str, Sequence[float]], *, styles: Sequence[str] = ("-",)) -> None:

@@ -50,7 +50,9 @@ class Group:
         return [part for part in parts if part > 0]
 
 
-def lay_out(model: nn.Module, stage: int, world_size: int, bucket_size: int, threshold: int = 0) -> list[Group]:
+def lay_out(
+    model: nn.Module, stage: int, world_size: int, bucket_size: int, threshold: int = 0
+) -> list[Group]:
     """How a rung of ``stage`` groups the parameters of ``model``, in the order in which it reduces them.
 
     Args:
@@ -166,8 +168,11 @@ def predict(
     gathered = max((group.padded(n) for group in groups if group.module), default=0)
     if stage == 2:
         buckets = sum(pooled(padded))
-    elif stage == 3:  # one that is gathered, one that fills, one that is reduced; any may be of the largest size
-        buckets = 3 * max(padded)
+    elif stage == 3:
+        # One that is gathered, one that fills, one that is reduced, and where there are parameters of both kinds, one
+        # of whole parameters that fills meanwhile. Any of them may have had the largest group in it.
+        both = gathered > 0 and any(not group.module for group in groups)
+        buckets = (3 + both) * max(padded)
     else:
         buckets = 0
     return Prediction(

@@ -135,7 +135,9 @@ class _Home:
         """Which rank failed first, and how."""
         self._thread.join(timeout=GRACE)  # for what is still on its way
         killed = {rank: f.exitcode for rank, f in failed.failures.items() if f.exitcode < 0}
-        murdered = [rank for rank, code in killed.items() if code != -signal.SIGTERM]  # SIGTERM is the agent's
+        murdered = [
+            rank for rank, code in killed.items() if code != -signal.SIGTERM
+        ]  # SIGTERM is the agent's
         if murdered:
             name = signal.Signals(-killed[murdered[0]]).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""

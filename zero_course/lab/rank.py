@@ -23,7 +23,9 @@ def main() -> int:
     lock = threading.Lock()
 
     def send(kind: str, value: Any) -> None:
-        message = pickle.dumps((kind, value))  # not line.send(), which would share tensors instead of sending them
+        message = pickle.dumps(
+            (kind, value)
+        )  # not line.send(), which would share tensors instead of sending them
         with lock:
             line.send_bytes(message)
 

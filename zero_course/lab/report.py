@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,7 +30,8 @@ from .processes import Interrupted, RankFailed, device_for
 Value = int | float | str | bool
 MISSED = 1  # exit code when a prediction is not met
 FAILED = 2  # exit code when a rank failed
-RELATIONS = {"=": "", "<=": "at most ", ">=": "at least "}
+RELATIONS = {"=": "", "<=": "≤ ", ">=": "≥ "}
+LOG_WIDTH = 120  # columns where there is no terminal to ask
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Report:
     not_run: list[dict[str, str]] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     measurements: dict[str, Any] = field(default_factory=dict)
-    console: Console = field(default_factory=Console, repr=False)
+    console: Console = field(default_factory=lambda: make_console(), repr=False)
     section: str = ""
 
     def __post_init__(self) -> None:
@@ -124,6 +126,11 @@ class Report:
         """Path of a new figure."""
         self.figures.append(name)
         return self.folder / name
+
+    @property
+    def ranks(self) -> str:
+        """How many, in words."""
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}"
 
     @property
     def ok(self) -> bool:
@@ -172,31 +179,41 @@ class Report:
         return 0
 
     def _print_checks(self) -> None:
-        table = Table(title=f"{self.lab}, {self.world_size} rank{'s' * (self.world_size > 1)} on {self.device}")
-        for column in ("check", "predicted", "measured", "unit", "tolerance"):
-            table.add_column(column, justify="right" if column in ("predicted", "measured") else "left")
-        table.add_column("")
-        section = None
-        for check in self.checks:
-            if check.section != section:
-                section = check.section
-                table.add_section()
-                if section:
-                    table.add_row(f"[bold]{escape(section)}[/]")
-            table.add_row(
-                escape(check.name),
-                RELATIONS[check.relation] + show(check.predicted),
-                show(check.measured),
-                check.unit,
-                f"{check.tolerance:g}" if check.tolerance else ("exact" if check.relation == "=" else ""),
-                "[green]ok[/]" if check.ok else "[bold red]MISSED[/]",
+        self.console.print(f"\n[bold]{self.lab}[/], {self.ranks} on {self.device}")
+        for section in dict.fromkeys(check.section for check in self.checks):
+            table = Table(
+                title=section, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
             )
-        self.console.print(table)
+            table.add_column(
+                "", min_width=min(60, self.console.width // 2)
+            )  # the same in all tables, if it can be
+            table.add_column("predicted", justify="right", min_width=16, no_wrap=True)
+            table.add_column("measured", justify="right", min_width=14, no_wrap=True)
+            table.add_column("", min_width=8, no_wrap=True)
+            table.add_column("", min_width=6, no_wrap=True)
+            for check in self.checks:
+                if check.section == section:
+                    verdict = "[green]ok[/]" if check.ok else "[bold red]MISSED[/]"
+                    expected = RELATIONS[check.relation] + show(check.predicted)
+                    if check.tolerance:
+                        expected += (
+                            f" ±{check.tolerance:.0%}"
+                            if check.tolerance >= 0.01
+                            else f" ±{check.tolerance:g}"
+                        )
+                    table.add_row(escape(check.name), expected, show(check.measured), check.unit, verdict)
+            self.console.print(table)
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or wide enough for the tables in a log."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=LOG_WIDTH)
 
 
 def show(value: Value) -> str:
     """A value for reading: integers with separators, others to a few digits."""
-    if isinstance(value, bool) or isinstance(value, str):
+    if isinstance(value, (bool, str)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
@@ -222,18 +239,26 @@ class Options:
 
 def parse(description: str, results: Path, argv: Sequence[str] | None = None) -> Options:
     """The command line of demo and labs."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=_positive, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nproc", type=_positive, default=2, metavar="N", help="number of ranks (default: 2)"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes: the same checks, less to see")
     parser.add_argument(
-        "--results", type=Path, default=results, metavar="DIR", help="where report.json and figures go (%(default)s)"
+        "--results",
+        type=Path,
+        default=results,
+        metavar="DIR",
+        help="where report.json and figures go (%(default)s)",
     )
     return Options(**vars(parser.parse_args(argv)))
 
 
 def guarded(main: Callable[[], int]) -> int:
     """Run ``main``; what goes wrong for a reason outside of it is told in a line. Returns the exit code."""
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     try:
         return main()
     except Interrupted as stop:
@@ -254,9 +279,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def run_lab(
-    name: str, script: str, description: str, experiment: Callable[[Report, Options], None]
-) -> None:
+def run_lab(name: str, script: str, description: str, experiment: Callable[[Report, Options], None]) -> None:
     """The main program of a lab: parse the command line, do the experiment, report, exit.
 
     Args:

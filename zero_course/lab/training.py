@@ -7,10 +7,11 @@ of memory and the purposes of traffic are the rung's own account, which the witn
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..comm import Communicator
 from ..data import ByteDataset, python_reference_text
 from ..data_parallel import DataParallel
 from ..memory import (
+    PeakMeter,
     live_bytes,
     live_tensors,
     peak_device_bytes,
@@ -116,7 +118,9 @@ class Run:
     weights: dict[str, torch.Tensor] = field(repr=False)
 
 
-def make_rung(stage: int, model: torch.nn.Module, experiment: Experiment, comm: Communicator, **more: Any) -> DataParallel:
+def make_rung(
+    stage: int, model: torch.nn.Module, experiment: Experiment, comm: Communicator, **more: Any
+) -> DataParallel:
     """The rung of ``stage`` around ``model``, with AdamW."""
     rung = (zc.DataParallel, zc.Zero1, zc.Zero2, zc.Zero3)[stage]
     if stage == 3:
@@ -158,6 +162,14 @@ class Batches:
         items = [self.text[place] for place in places[rank * self.rows : (rank + 1) * self.rows]]
         x, y = (torch.stack(side).to(self.comm.device) for side in zip(*items))
         return x, y
+
+
+def train_jobs(tell: Tell, jobs: Sequence[tuple[int, Experiment]]) -> list[Run]:
+    """Train one rung after the other on this rank; a function for :func:`.processes.run_ranks`."""
+    return [
+        train(lambda event, job=job: tell({**event, "job": job}), stage, experiment)
+        for job, (stage, experiment) in enumerate(jobs)
+    ]
 
 
 def train(tell: Tell, stage: int, experiment: Experiment) -> Run:
@@ -240,8 +252,16 @@ def train_step(
 
 def alive_bytes() -> int:
     """Bytes behind every tensor in this process, each byte once."""
-    with torch._C.DisableTorchFunctionSubclass():  # partitioned parameters answer no questions about their storage
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # partitioned parameters answer no questions about their storage
         return live_bytes(live_tensors())
+
+
+def meter_of_everything() -> PeakMeter:
+    """A meter that begins with every tensor there is in this process."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return PeakMeter(live_tensors())
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
@@ -272,8 +292,6 @@ def _warm_up(experiment: Experiment, comm: Communicator) -> None:
 
 def _resident_baseline() -> int | None:
     """Resident bytes now, from which on the peak is measured."""
-    try:
+    with contextlib.suppress(OSError):  # without the reset the peak is of the imports too, as is the baseline
         peak_resident_bytes(reset=True)
-    except OSError:
-        pass  # the peak then includes the imports, which are in the baseline too
     return resident_bytes()

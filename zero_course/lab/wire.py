@@ -17,7 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-INSIDE = "ZERO_COURSE_OWN_NETWORK"  # set in the environment once inside; holds a reason if it was not possible
+INSIDE = (
+    "ZERO_COURSE_OWN_NETWORK"  # set in the environment once inside; holds a reason if it was not possible
+)
 LOOPBACK = "lo"
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 
