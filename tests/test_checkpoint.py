@@ -819,9 +819,16 @@ def test_one_file_with_the_whole_model(two_checkpoints: Path, tmp_path: Path) ->
     convert_zero_checkpoint_to_fp32_state_dict(two_checkpoints, tmp_path / "out" / "model.bin")
     written = torch.load(tmp_path / "out" / "model.bin", weights_only=True)
     assert difference(state, written) == []
-    command = [sys.executable, "-m", "zero_course.checkpoint.convert", str(two_checkpoints)]
+    command = [sys.executable, "-m", "zero_course.checkpoint", str(two_checkpoints)]
     output = tmp_path / "model.safetensors"
-    subprocess.run([*command, str(output), "--tag", "global_step8"], check=True, timeout=60)
+    done = subprocess.run(
+        [*command, str(output), "--tag", "global_step8"], check=True, timeout=60, capture_output=True
+    )
+    assert done.stderr == b""
+    failed = subprocess.run([*command, str(output), "--tag", "global_step9"], timeout=60, capture_output=True)
+    assert failed.returncode == 1
+    assert failed.stderr.decode().count("\n") == 1
+    assert "global_step8" in failed.stderr.decode()
     eight = zc.get_fp32_state_dict_from_zero_checkpoint(two_checkpoints, "global_step8")
     assert difference(eight, load_file(output)) == []
     assert difference(eight, state) != []

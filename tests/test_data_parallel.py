@@ -405,3 +405,16 @@ def test_each_rung_keeps_less_of_what_it_partitions() -> None:
     assert by_stage[1]["gradients"] >= whole and by_stage[2]["gradients"] <= whole / 4 + slack
     # four parameters of at most 10 elements stay whole in stage 3: 1 + 1 + 5 + 0 of them
     assert by_stage[2]["parameters"] >= whole and by_stage[3]["parameters"] <= whole / 4 + 4 * 7 + slack
+
+
+def norm_of_many() -> tuple[float, float]:
+    rung = zc.DataParallel(nn.Linear(1000, 3001, bias=False))
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(3001, 1000, generator=generator) + 1
+    rung.module.weight.grad = gradient
+    return rung.grad_norm(), gradient.double().norm().item()
+
+
+def test_the_norm_of_millions_of_elements_keeps_its_digits() -> None:
+    norm, expected = run_ranks(1, norm_of_many)[0]
+    assert norm == pytest.approx(expected, rel=1e-7)

@@ -395,7 +395,12 @@ class Communicator:
         )
         self.ledger.entries.append(entry)
 
-        work = Work(self, entry, f"{op} of {fingerprint}, peer rank {peer}", message(op, tensor, self.group, peer, tag))
+        work = Work(
+            self,
+            entry,
+            f"{op} of {fingerprint}, peer rank {peer}",
+            message(op, tensor, self.group, peer, tag),
+        )
         if not async_op:
             work.wait()
         return work

@@ -268,8 +268,12 @@ class DataParallel(nn.Module):
 
     def grad_norm(self) -> float:
         """2-norm of the averaged gradients of the whole model."""
-        squares = [gradient.float().pow(2).sum() for gradient in self._owned_gradients()]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.comm.device)
+        squares = [_sum_of_squares(gradient) for gradient in self._owned_gradients()]
+        total = (
+            torch.stack(squares).sum()
+            if squares
+            else torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        )
         return self._sum_over_ranks(total.view(1)).sqrt().item()
 
     def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
@@ -404,6 +408,17 @@ class DataParallel(nn.Module):
             if buffer in written:
                 self.comm.broadcast(buffer, 0, purpose="buffers")
         self._buffer_versions = [buffer._version for buffer in self.module.buffers()]
+
+
+def _sum_of_squares(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares, a float64 scalar. In rows, each one pass in float32: fast, and no long sum in 24 bits."""
+    flat, row = values.reshape(-1), 4096
+    even = flat.numel() // row * row
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(flat[:even].view(-1, row), dim=1, dtype=dtype)
+    return (
+        norms.double().square().sum() + torch.linalg.vector_norm(flat[even:], dtype=dtype).double().square()
+    )
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:

@@ -23,7 +23,7 @@ files.py     writing, naming, finding and checking files
 contents.py  what a rank holds and what of it it saves
 saving.py    `save_checkpoint`
 loading.py   `load_checkpoint`
-convert.py   one file with the whole fp32 model (DeepSpeed's zero_to_fp32)
+convert.py   one file with the whole fp32 model (DeepSpeed's zero_to_fp32): python -m zero_course.checkpoint
 """
 
 from .convert import (

@@ -1,6 +1,6 @@
 """One file with the whole model in fp32, from a checkpoint of any number of ranks; needs no ranks itself.
 
-    python -m zero_course.checkpoint.convert DIR model.safetensors [--tag global_step10]
+    python -m zero_course.checkpoint DIR model.safetensors [--tag global_step10]
 
 Names as in DeepSpeed's ``zero_to_fp32``.
 """
@@ -71,13 +71,15 @@ def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     """The command line; see the top of this file."""
-    parser = argparse.ArgumentParser(description="Write a checkpoint's whole model, in fp32, to one file.")
+    what = "Write a checkpoint's whole model, in fp32, to one file."
+    parser = argparse.ArgumentParser(prog="python -m zero_course.checkpoint", description=what)
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_file")
     parser.add_argument("--tag", default=None, help="which checkpoint; by default the latest")
     arguments = parser.parse_args()
-    convert_zero_checkpoint_to_fp32_state_dict(arguments.checkpoint_dir, arguments.output_file, arguments.tag)
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            arguments.checkpoint_dir, arguments.output_file, arguments.tag
+        )
+    except CheckpointError as error:
+        parser.exit(1, f"{error}\n")

@@ -150,7 +150,7 @@ class EngineFace(nn.Module):
             logger.warning(
                 "save_16bit_model: nothing written. Under stage 3 set zero_optimization."
                 "stage3_gather_16bit_weights_on_model_save to true, or save_checkpoint and convert it with "
-                "`python -m zero_course.checkpoint.convert`"
+                "`python -m zero_course.checkpoint`"
             )
             return False
         state = self.rung.full_state_dict()

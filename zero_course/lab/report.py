@@ -83,6 +83,7 @@ class Report:
         device: ``"cpu"`` or ``"cuda"``; found by itself.
         checks, not_run, figures: what was added so far.
         measurements: name to anything that json can write: figures of interest that no check is about.
+        extra: more top-level entries of report.json.
     """
 
     lab: str
@@ -93,6 +94,7 @@ class Report:
     not_run: list[dict[str, str]] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     measurements: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     console: Console = field(default_factory=lambda: make_console(), repr=False)
     section: str = ""
 
@@ -144,6 +146,7 @@ class Report:
             "ok": self.ok,
             "world_size": self.world_size,
             "device": self.device,
+            **self.extra,
             "checks": [check.as_dict() for check in self.checks],
             "not_run": self.not_run,
             "figures": self.figures,
@@ -157,13 +160,13 @@ class Report:
             },
         }
 
-    def finish(self) -> int:
-        """Write report.json, print everything, and return the exit code."""
+    def finish(self, *, brief: bool = False) -> int:
+        """Write report.json, print everything (or, if ``brief``, what was missed), and return the exit code."""
         path = self.folder / "report.json"
         aside = path.with_suffix(".json.tmp")
         aside.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False, default=_finite) + "\n")
         aside.replace(path)
-        self._print_checks()
+        self._print_checks(missed_only=brief)
         for skipped in self.not_run:
             self.console.print(f"[yellow]NOT RUN[/] {escape(skipped['name'])}: {escape(skipped['reason'])}")
         missed = [check for check in self.checks if not check.ok]
@@ -178,9 +181,11 @@ class Report:
         self.console.print(f"[bold green]all {len(self.checks)} predictions met[/]")
         return 0
 
-    def _print_checks(self) -> None:
-        self.console.print(f"\n[bold]{self.lab}[/], {self.ranks} on {self.device}")
-        for section in dict.fromkeys(check.section for check in self.checks):
+    def _print_checks(self, missed_only: bool) -> None:
+        checks = [check for check in self.checks if not (missed_only and check.ok)]
+        if checks:
+            self.console.print(f"\n[bold]{self.lab}[/], {self.ranks} on {self.device}")
+        for section in dict.fromkeys(check.section for check in checks):
             table = Table(
                 title=section, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
             )
@@ -191,7 +196,7 @@ class Report:
             table.add_column("measured", justify="right", min_width=14, no_wrap=True)
             table.add_column("", min_width=8, no_wrap=True)
             table.add_column("", min_width=6, no_wrap=True)
-            for check in self.checks:
+            for check in checks:
                 if check.section == section:
                     verdict = "[green]ok[/]" if check.ok else "[bold red]MISSED[/]"
                     expected = RELATIONS[check.relation] + show(check.predicted)
