@@ -21,8 +21,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for shape in report["shapes"].values():
         console.print(_shape_table(shape), "")
     console.print(
-        "floor: tokens/s over those without communication; x torch, x DS: over those of torch's and DeepSpeed's own "
-        "of the same stage; B/param: peak resident bytes a parameter.\n"
+        "tok/s, floor: tokens a second, and over those without communication; x torch, x DS: over those of torch's and DeepSpeed's own "
+        "of the same stage; B/par: peak resident bytes a parameter.\n"
     )
     if report["goals"]:
         console.print(_goal_table(report["goals"]), "")
@@ -56,7 +56,7 @@ def _shape_table(shape: dict[str, Any]) -> Table:
         show_edge=False,
     )
     table.add_column("median of the rounds", no_wrap=True)
-    for heading in (" tokens/s", "  spread", " floor", " CPU s", " B/param", " x torch", " x DS"):
+    for heading in (" tok/s", " spread", "floor", "CPU s", "B/par", "x torch", "x DS"):
         table.add_column(heading, justify="right", no_wrap=True)
     stage = None
     for name, row in shape["contenders"].items():
