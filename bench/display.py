@@ -21,8 +21,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for shape in report["shapes"].values():
         console.print(_shape_table(shape), "")
     console.print(
-        "tok/s, floor: tokens a second, and over those without communication; x torch, x DS: over those of torch's and DeepSpeed's own "
-        "of the same stage; B/par: peak resident bytes a parameter.\n"
+        "tok/s: tokens a second; floor, x torch, x DS: over those without communication, and over those of torch's "
+        "and DeepSpeed's own of the same stage; B/par: peak resident bytes a parameter.\n"
     )
     if report["goals"]:
         console.print(_goal_table(report["goals"]), "")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..models import GPT
 from . import wire
 from .predict import Prediction, predict
-from .processes import run_ranks
+from .processes import device_for, run_ranks
 from .report import Report
 from .training import STRATEGIES, TIED_GPT_GATHERS, Experiment, Run, train_jobs
 
@@ -39,6 +39,8 @@ def predictions(experiment: Experiment, stage: int, world_size: int) -> list[Pre
             rank,
             bucket_size=experiment.bucket_size,
             threshold=experiment.threshold,
+            prefetch=experiment.prefetch,
+            native=world_size > 1 and device_for(world_size) == "cuda",
             gathers=TIED_GPT_GATHERS,
         )
         for rank in range(world_size)

@@ -123,6 +123,8 @@ def predict(
     *,
     bucket_size: int,
     threshold: int = 0,
+    prefetch: int = 0,
+    native: bool = False,
     gathers: dict[str, int] | None = None,
 ) -> Prediction:
     """The formulas of stages 0 to 3, for a model in fp32 all of which Adam trains.
@@ -130,11 +132,13 @@ def predict(
     Args:
         model, stage, world_size, bucket_size, threshold: as in :func:`lay_out`.
         rank: whose figures; ranks differ where padding ends a slice early.
+        prefetch: elements, as Zero3's ``stage3_prefetch_bucket_size``.
+        native: the library carries out collectives (NCCL), and keeps what it needs for that to itself.
         gathers: module to how often its parameters are gathered in a step of stage 3, where that is not twice
             (once in forward, once in backward).
 
     Returns:
-        exact integers; in stage 3 without prefetching ``bucket_buffers`` is a bound.
+        exact integers; in stage 3 ``bucket_buffers`` is a bound.
     """
     n = world_size
     groups = lay_out(model, stage, n, bucket_size, threshold)
@@ -164,25 +168,29 @@ def predict(
             for group, size in zip(groups, padded)
         )
     flags = _slices(tensors, n)  # which parameters were used: one int32 each, all-reduced
-    traffic["control"] = FP32 * (tensors - flags[rank] + (n - 1) * flags[rank]) if n > 1 else 0
-    gathered = max((group.padded(n) for group in groups if group.module), default=0)
+    if native:
+        traffic["control"] = 2 * (FP32 * tensors * (n - 1) // n)
+    else:
+        traffic["control"] = FP32 * (tensors - flags[rank] + (n - 1) * flags[rank]) if n > 1 else 0
+    layers = [group.padded(n) for group in groups if group.module]
     if stage == 2:
         buckets = sum(pooled(padded))
     elif stage == 3:
-        # One that is gathered, one that fills, one that is reduced, and where there are parameters of both kinds, one
-        # of whole parameters that fills meanwhile. Any of them may have had the largest group in it.
-        both = gathered > 0 and any(not group.module for group in groups)
-        buckets = (3 + both) * max(padded)
+        # One that is gathered, one that fills, one that is reduced; where there are parameters of both kinds, one of
+        # whole parameters that fills meanwhile; and those gathered ahead. Each may have had the largest group in it.
+        both = 0 < len(layers) < len(groups)
+        ahead = min(len(layers), prefetch // min(layers)) if layers else 0
+        buckets = (3 + both + ahead) * max(padded)
     else:
         buckets = 0
     return Prediction(
         memory={name: count * FP32 for name, count in elements.items()},
         counters=STEP_COUNTER * (len(owned) if stage else tensors),
         placeholders=FP32 * sum(bool(group.module) for group in groups),
-        receive_buffers=FP32 * (n - 1) * (max(padded) // n + flags[rank]),
+        receive_buffers=0 if native else FP32 * (n - 1) * (max(padded) // n + flags[rank]),
         bucket_buffers=buckets * FP32,
         traffic=traffic,
-        gathered=gathered,
+        gathered=max(layers, default=0),
         padding=with_padding - everything,
         groups=padded,
     )
