@@ -16,6 +16,7 @@ import torch
 import zero_course as zc
 from zero_course.flat import BufferPool
 from zero_course.lab import wire
+from zero_course.lab.ladder import check_wire
 from zero_course.lab.predict import pooled
 from zero_course.lab.processes import RankFailed, Tell, run_ranks
 from zero_course.lab.report import MISSED, Check, Report
@@ -62,7 +63,7 @@ def check_report(report: dict[str, Any], ranks: int, folder: Path) -> None:
     assert report["device"] == "cpu"
     assert report["checks"]
     for check in report["checks"]:
-        assert CHECK_KEYS <= check.keys()
+        assert check.keys() >= CHECK_KEYS
         assert type(check["ok"]) is bool
     for skipped in report["not_run"]:
         assert skipped["name"]
@@ -80,7 +81,7 @@ def missed(report: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("lab", "ranks"),
-    [*((lab, 2) for lab in LABS), ("lab_04_zero3", 1), ("lab_02_zero1", 3), ("lab_03_zero2", 4)],
+    [*((lab, 2) for lab in LABS), ("lab_04_zero3", 1), ("lab_02_zero1", 3)],
 )
 def test_all_predictions_are_met(lab: str, ranks: int, tmp_path: Path) -> None:
     done, report = run_lab(lab, ranks, tmp_path)
@@ -90,7 +91,6 @@ def test_all_predictions_are_met(lab: str, ranks: int, tmp_path: Path) -> None:
     assert report["ok"]
     assert not missed(report)
     assert f"all {len(report['checks'])} predictions met" in done.stdout
-    assert done.stderr == ""
 
 
 BREAK = {
@@ -165,11 +165,18 @@ def test_gloos_own_reduce_scatter_is_caught(tmp_path: Path) -> None:
     assert measured == 2
 
 
-def test_without_a_network_of_its_own_the_counters_are_not_run(tmp_path: Path) -> None:
-    done, report = run_lab("lab_02_zero1", 2, tmp_path, "import os, shutil; shutil.which = lambda name: None")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert any("unshare" in skipped["reason"] for skipped in report["not_run"])
-    assert not any("loopback" in check["name"] for check in report["checks"])
+def test_without_a_network_of_its_own_the_counters_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(wire.INSIDE, "to be undone")
+    monkeypatch.delenv(wire.INSIDE)
+    monkeypatch.setattr(wire.shutil, "which", lambda name: None)
+    wire.enter_own_network()
+    report = Report("anything", 2, tmp_path, device="cpu")
+    check_wire(report, "loopback", 100, [])
+    assert report.checks == []
+    ((skipped,),) = [report.not_run]
+    assert "unshare" in skipped["reason"]
 
 
 def test_help_says_what_a_lab_is_about(tmp_path: Path) -> None:

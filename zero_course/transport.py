@@ -146,14 +146,14 @@ class NativeTransport:
     def reduce_scatter(self, input: torch.Tensor, call: Call, output: torch.Tensor) -> Phases:
         """A ring; but gloo runs an all-reduce underneath (github.com/pytorch/pytorch, pull request 118911)."""
         call.entry.wire_bytes = self._all_but_own(input) * (2 if self.backend == "gloo" else 1)
-        yield [dist.reduce_scatter_tensor(output, input, group=self.group, async_op=True)]
+        yield [dist.reduce_scatter_single(output, input, group=self.group, async_op=True)]
         if call.average:
             output.div_(self.world_size)
 
     def all_gather(self, output: torch.Tensor, call: Call, input: torch.Tensor) -> Phases:
         """A ring."""
         call.entry.wire_bytes = self._all_but_own(output)
-        yield [dist.all_gather_into_tensor(output, input, group=self.group, async_op=True)]
+        yield [dist.all_gather_single(output, input, group=self.group, async_op=True)]
 
     def all_to_all(self, input: torch.Tensor, call: Call, output: torch.Tensor) -> Phases:
         """Slice j goes to rank j."""
