@@ -100,7 +100,7 @@ class Run:
             closing(Template("deepspeed")) as with_deepspeed,
             self._progress() as progress,
         ):
-            task = progress.add_task("", total=None)
+            task = progress.add_task("", total=None, left="")
             for number in range(1, self.options.rounds + 1):
                 plan = self._plan(number)
                 for position, (shape, name) in enumerate(plan):

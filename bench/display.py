@@ -71,8 +71,8 @@ def _shape_table(shape: dict[str, Any]) -> Table:
             continue
         table.add_row(
             row["label"],
-            f"{speed['median']:.0f}",
-            f"{speed['min']:.0f}..{speed['max']:.0f}",
+            f"{speed['median']:.{_digits(speed)}f}",
+            f"{speed['min']:.{_digits(speed)}f}..{speed['max']:.{_digits(speed)}f}",
             _ratio(shape, name, "floor"),
             f"{row['cpu_seconds_per_step']['median']:.3f}",
             f"{per_parameter['median']:.1f}" if per_parameter else "-",
@@ -136,7 +136,7 @@ def markdown(report: dict[str, Any]) -> str:
             cells = [
                 str(stage),
                 label,
-                _with_spread(row["tokens_per_second"]),
+                _with_spread(row["tokens_per_second"], _digits(row["tokens_per_second"])),
                 _ratio(shape, name, "floor"),
                 f"{row['cpu_seconds_per_step']['median']:.3f}",
                 f"{per_parameter['median']:.1f}" if per_parameter else "",
@@ -173,15 +173,18 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(shapes),
         len(columns),
-        figsize=(14, len(shapes) * (1.2 + 0.3 * longest)),
+        figsize=(14, len(shapes) * (1.2 + 0.34 * longest)),
         squeeze=False,
         sharey="row",
         layout="constrained",
     )
     for shape, row in zip(shapes, axes):
         names = list(shape["contenders"])
+        stages = [CONTENDERS[name].stage for name in names]
+        gaps = [0, *(a != b for a, b in zip(stages, stages[1:]))]  # a little room between two stages
+        positions = [i + 0.5 * sum(gaps[: i + 1]) for i in range(len(names))]
         for (metric, title), axis in zip(columns.items(), row):
-            for position, name in enumerate(names):
+            for position, name in zip(positions, names):
                 found = shape["contenders"][name].get(metric)
                 if found is None:
                     continue
@@ -189,7 +192,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
                 axis.barh(position, middle, color=COLOURS[CONTENDERS[name].family], height=0.75)
                 spread = [[middle - found["min"]], [found["max"] - middle]]
                 axis.errorbar(middle, position, xerr=spread, color="black", linewidth=1, capsize=2)
-                digits = {"tokens_per_second": 0, "cpu_seconds_per_step": 3}.get(metric, 1)
+                digits = {"tokens_per_second": _digits(found), "cpu_seconds_per_step": 3}.get(metric, 1)
                 axis.annotate(
                     f"{middle:.{digits}f}",
                     (found["max"], position),
@@ -202,7 +205,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             axis.set_xlim(left=0)
             axis.set_title(title, fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.set_yticks(range(len(names)), [CONTENDERS[name].label for name in names])
+            axis.set_yticks(positions, [CONTENDERS[name].label for name in names])
         row[0].invert_yaxis()  # shared by the row
         parameters = f"{shape['parameters'] / 1e6:.1f}M parameters"
         row[0].set_ylabel(f"{shape['title']}\n{parameters}, {shape['tokens_per_step']} tokens a step")
@@ -223,7 +226,12 @@ def first_line(text: str) -> str:
     return text.splitlines()[0]
 
 
-def _with_spread(value: dict[str, float], digits: int = 0) -> str:
+def _digits(speed: dict[str, float]) -> int:
+    """Decimals that tokens/s are shown with."""
+    return 0 if speed["median"] >= 100 else 1
+
+
+def _with_spread(value: dict[str, float], digits: int) -> str:
     return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} .. {value['max']:.{digits}f})"
 
 

@@ -28,6 +28,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# torch itself imports some of these late, at the first use of an optimizer or of fully_shard
+IMPORTED_BY_ALL = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "zero_course",
+    "bench.measurement",
+)
 GRACE = 3.0  # seconds that a rank gets to report once another has failed
 
 
@@ -124,9 +132,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to the log
     try:
-        importlib.import_module(sys.argv[1])
-        importlib.import_module("bench.measurement")
-        importlib.import_module("zero_course")
+        for module in (sys.argv[1], *IMPORTED_BY_ALL):
+            importlib.import_module(module)
     except Exception as error:
         answers.write(json.dumps({"error": f"{type(error).__name__} while importing: {error}"}) + "\n")
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -250,6 +251,7 @@ def test_a_module_that_cannot_be_imported_is_an_error() -> None:
 
 def test_one_round_of_two_contenders(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(bench, "_version", lambda package: None if package == "deepspeed" else "x")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal, with the progress bar
     arguments = ["--shapes", "tiny", "--variants", "dp,floor,deepspeed-0", "--quick", "--out", str(tmp_path)]
     assert bench.main(arguments) == 0
     report = json.loads((tmp_path / "report.json").read_text())
@@ -264,7 +266,9 @@ def test_one_round_of_two_contenders(tmp_path, capsys, monkeypatch) -> None:
     assert len(report["checks"]) == 2
     assert {(r["contender"], r["peer"]) for r in report["shapes"]["tiny"]["ratios"]} == {("dp", "floor")}
     assert (tmp_path / "bench.png").exists()
-    assert "pip install deepspeed==0.19.8" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).split())
+    assert "round 1 of 1, tiny: zero_course DataParallel" in shown
+    assert "pip install deepspeed==0.19.8" in shown
 
     assert bench.main(["--markdown", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()

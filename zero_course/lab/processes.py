@@ -121,9 +121,8 @@ class _Home:
 
     def environment(self, device: str) -> dict[str, str]:
         """What the ranks find in their environment, besides what torchrun sets."""
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {LINE: str(self._path), LINE_KEY: self._key.hex(), "PYTHONPATH": os.pathsep.join(paths)}
+        paths = os.pathsep.join(filter(None, sys.path))  # a rank finds the modules that we found
+        variables = {LINE: str(self._path), LINE_KEY: self._key.hex(), "PYTHONPATH": paths}
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks: all of them on the CPU
             variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
