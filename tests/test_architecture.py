@@ -30,10 +30,12 @@ BY_THEMSELVES = {"models", "data"}  # know nothing of the engine, not even of it
 THE_PUBLIC_FACE = "zero_course"  # zero_course/__init__.py, which the topmost floor may import
 
 COLLECTIVES = {
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
     "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv",
-    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+    "recv_object_list", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
     "scatter_object_list", "send", "send_object_list", "P2POp",
 }  # fmt: skip
 # the same on a process group object, under names that no Communicator has
